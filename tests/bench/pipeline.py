@@ -2,8 +2,8 @@
 a step of sleeping blocks takes against the closed form, and with fewer ranks against the plan; what
 the user's loss costs on a stage beside its blocks; and what a plan takes.
 
-About 19 million parameters, 8 micro-batches, one thread each. `every step` keeps copies of each
-step in another process, as is the default; `none` keeps none in the steps that are measured.
+About 19 million parameters, 8 micro-batches, one thread each. With snapshots every step another
+process has a copy of each step, as is the default; else none is made in the steps measured.
     python -m tests.bench.pipeline --pairs 9 [--only throughput,peer,closed,losses,loss,plan,memory]
 A SIGKILL of a rank: `python -m tests.bench.fsdp_recovery --parallel pp:2`, and of one pipeline of
 four `--parallel pp:4`; nothing is saved to storage there.
@@ -32,7 +32,6 @@ from elastic.protocol.schedule import SCHEDULES
 from tests.bench.harness import (
     POLL_S,
     REPOSITORY,
-    alternating,
     console,
     elastic_run,
     end,
@@ -53,7 +52,12 @@ from workers.workloads.charlm import CharLM
 WORLD = 2
 GLOBAL_BATCH, MICRO_BATCH = 32, 4
 LOSS_RUNS, PEERS_PATIENCE_S = 50, 600.0
-SNAPSHOTS = {"every step": 1, "none": 1000}
+OURS = {
+    "fast": ("fast", 1000),
+    "bitwise": ("bitwise", 1000),
+    "bitwise, snapshots every step": ("bitwise", 1),
+}
+"""Reduction, and after how many steps another process gets a copy of the state."""
 
 
 def torchrun_ms(steps: int) -> float:
@@ -69,13 +73,14 @@ def torchrun_ms(steps: int) -> float:
     return json.loads(done.stdout.splitlines()[-1])["ms_per_step"]
 
 
-def elastic_ms(storage: Path, name: str, snapshot_every: int, steps: int) -> float:
+def elastic_ms(storage: Path, name: str, steps: int, reduction: str, snapshot_every: int) -> float:
     """Median time from commit to commit: whatever we do between steps counts, too."""
     options = {
         "global_batch": GLOBAL_BATCH,
         "micro_batch": MICRO_BATCH,
         "clip_norm": 1.0,
         "parallel": f"pp:{WORLD}",
+        "reduction": reduction,
         "snapshot_every": snapshot_every,
     }
     with elastic_run(storage, name, workers=WORLD, steps=steps, set_=MODEL, **options) as run:
@@ -84,22 +89,24 @@ def elastic_ms(storage: Path, name: str, snapshot_every: int, steps: int) -> flo
     return 1000 * statistics.median(b["time"] - a["time"] for a, b in pairwise(lines))
 
 
-def throughput(pairs: int, steps: int) -> dict[str, str]:
-    results: dict[str, str] = {}
+def throughput(rounds: int, steps: int) -> dict[str, str]:
+    """Each round has every variant of ours and torchrun once, so that the machine's drift hits all
+    of them."""
     names = map(str, count())
+    took: dict[str, list[float]] = {name: [] for name in (*OURS, "torchrun")}
     with storage_directory() as storage:
-        for word, every in SNAPSHOTS.items():
-            ours, theirs = alternating(
-                pairs,
-                lambda n=every: elastic_ms(storage, next(names), n, steps),
-                lambda: torchrun_ms(steps),
-            )
-            ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-            results[f"snapshots {word}"] = (
-                f"{statistics.median(ratios):.3f} of torchrun "
-                f"({statistics.median(ours):.1f} against {statistics.median(theirs):.1f} ms)"
-            )
-    return results
+        for number in range(rounds):
+            for name, variant in OURS.items():
+                took[name].append(elastic_ms(storage, next(names), steps, *variant))
+            took["torchrun"].append(torchrun_ms(steps))
+            found = ", ".join(f"{name} {times[-1]:.0f} ms" for name, times in took.items())
+            console.print(f"round {number + 1}/{rounds}: {found}")
+    theirs = took["torchrun"]
+    return {
+        name: f"{statistics.median(b / a for a, b in zip(took[name], theirs, strict=True)):.3f} of "
+        f"torchrun ({statistics.median(took[name]):.0f} against {statistics.median(theirs):.0f} ms)"
+        for name in OURS
+    }
 
 
 def peers_kill(world: int = 4, kill_at: int = 15) -> dict[str, str]:
