@@ -39,6 +39,7 @@ def run(
             "Or a script.py that calls Ray Train's fit(), followed by its own arguments only.",
         ),
     ],
+    *,
     steps: Annotated[int, typer.Option(help="Optimizer steps of the whole run.")],
     global_batch: Annotated[int, typer.Option(help="Samples per step, for any worker count.")],
     micro_batch: Annotated[int, typer.Option(help="Samples per forward, divides global batch.")],
