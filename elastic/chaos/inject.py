@@ -246,7 +246,6 @@ class Injector:
             hit = f"pid {row['pid']} {row.get('id') or strike.spec.whom}"
         self._tell(f"step {done.step}: {strike.spec.what} {hit}{note and f', but {note}'}")
 
-
     def _save(self) -> None:
         """What a full disk does not take is written at the end."""
         with suppress(OSError):

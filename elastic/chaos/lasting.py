@@ -74,8 +74,8 @@ class Lasting:
 
     def make_room(self, strike: Strike, status: dict[str, Any], now: float) -> None:
         """As a strike on the capacity says."""
-        workers = status.get("workers") or [{}]
-        self._device = workers[0].get("device") or self._device
+        for row in status.get("workers", []):
+            self._device = str(row.get("device") or self._device)
         self.capacity.make_room(strike.room, now)
         self.room_strike = strike
 

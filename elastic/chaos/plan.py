@@ -41,7 +41,9 @@ class Strike:
         since = f" of fault {self.spec.after_fault}" if self.spec.after_fault else ""
         long = f" for {self.spec.for_s:g} s" if self.spec.for_s else ""
         whom = str(self.spec.whom) if self.num_victims == 1 else f"{self.num_victims} random ranks"
-        return f"{self.fault}.{self.number} {self.spec.what} {whom}{self.degree}{long}, {when}{since}"
+        return (
+            f"{self.fault}.{self.number} {self.spec.what} {whom}{self.degree}{long}, {when}{since}"
+        )
 
     @property
     def degree(self) -> str:

@@ -28,7 +28,7 @@ WHATS: dict[str, str] = {
     "lossy": "the part `loss` of these packets is lost, for_s seconds",
     "corrupt": "bits flip in a file of the newest checkpoint",
     "fill": "a file takes all room of the run's disk, for_s seconds",
-    "capacity": "a trace's machines: the slots that it lacks are taken from the run, and given back",
+    "capacity": "a trace's machines: slots that it lacks are taken from the run, and given back",
 }
 LASTING = ("stop", "slow", "drain", "cut", "lossy", "fill")
 """What `for_s` goes with..."""

@@ -155,7 +155,10 @@ def test_a_fault_says_what_whom_and_when(tmp_path):
         ({"what": "kill", "when": {"after_s": -1}}, "after_s is -1, must be a number above 0"),
         ({"what": "kill", "when": {"phase": "idle"}}, "phase is 'idle', must be one of waiting"),
         ({"what": "kill", "when": {"step": 1, "after_fault": 1}}, "must name an earlier fault"),
-        ({"what": "kill", "for_s": 1, "when": {"step": 1}}, "for_s goes with stop, slow, drain, cut"),
+        (
+            {"what": "kill", "for_s": 1, "when": {"step": 1}},
+            "for_s goes with stop, slow, drain",
+        ),
         ({"what": "kill", "whom": "bob", "when": {"step": 1}}, "whom is 'bob', must be a mapping"),
         ({"what": "kill", "slower": 3, "when": {"step": 1}}, "slower goes with slow"),
         ({"what": "slow", "slower": 1, "when": {"step": 1}}, "slower is 1, must be above 1"),

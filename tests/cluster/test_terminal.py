@@ -65,9 +65,7 @@ def test_a_line_of_somebody_else_is_found():
     assert strange(lines_of(text)) == ["(raylet) A worker died or was killed"]
 
 
-@pytest.mark.parametrize(
-    "address", ["shared", pytest.param("local", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("address", ["shared", pytest.param("local", marks=pytest.mark.slow)])
 def test_no_line_of_others_appears_through_ten_kills(
     address, request, reference, tmp_path, ray_temp
 ):

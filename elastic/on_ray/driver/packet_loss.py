@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -55,8 +56,9 @@ def lose_here(addresses: Sequence[str], loss: float, for_s: float) -> float:
         for command in make:
             call(command)
     except OSError:
-        for command in end[-2:]:  # what was made of the chain
-            subprocess.run(command, capture_output=True, check=False)
+        with suppress(OSError):
+            for command in end[-2:]:  # what was made of the chain
+                call(command)
         raise
     words = [f"sleep {DELAY_S}", *map(shlex.join, begin), f"sleep {for_s:g}", *map(shlex.join, end)]
     # nobody's child: it must outlive this process and its raylet, which may end of the cut

@@ -5,7 +5,7 @@
 How many there are is elastic/chaos/capacity.py's.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -46,7 +46,7 @@ class Placeholders:
         make: Any = ray.remote(Placeholder)
         while len(self._actors) < count:
             options = {**self._need.options, "max_restarts": 0}
-            self._actors.append(cast(Any, make.options(**options).remote()))
+            self._actors.append(make.options(**options).remote())
 
 
 def places_on(machine: Machine, need: Need) -> int:
