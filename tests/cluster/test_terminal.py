@@ -65,7 +65,8 @@ def test_a_line_of_somebody_else_is_found():
     assert strange(lines_of(text)) == ["(raylet) A worker died or was killed"]
 
 
-@pytest.mark.parametrize("address", ["shared", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["shared", "local"])
 def test_no_line_of_others_appears_through_ten_kills(
     address, request, reference, tmp_path, ray_temp
 ):
