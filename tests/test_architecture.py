@@ -195,7 +195,7 @@ HOST_READS = {
     "workers/nonfinite.py look": "only told of over the control group",
     "workers/reduction/norm.py norm_of_rows": "a finite vote has waited for the gradients",
     "workers/reduction/reducers.py is_finite": "was read by the group",
-    "workers/step/microbatches.py _numbers": "was read by the group",
+    "workers/step/vote.py _numbers": "was read by the group",
     "workers/step/vote.py add_up": "was read by the group",
     "workers/step/buffers.py _hash": "was read by the group",
     "workers/train_state/digest.py tensor_bytes": "committed state",

@@ -29,12 +29,14 @@ from workers.membership.events import Loop
 from workers.membership.member import Member
 from workers.membership.unwinding import lost_peer_in
 from workers.nonfinite import Inspection, judge
+from workers.parallel.strategy import NoPasses, Passes
 from workers.reduction.reducers import Reduced, Reducer
-from workers.step.microbatches import Logged, Microbatches, NoPasses, Passes, kept
 from workers.step.randomness import seed_microbatch
 from workers.step.vote import (
     Ballot,
     CompletedVote,
+    Logged,
+    Microbatches,
     Names,
     Prepared,
     Repeated,
@@ -43,6 +45,7 @@ from workers.step.vote import (
     add_up,
     decode,
     encode,
+    kept,
 )
 from workers.train_state.train_state import Update
 from workers.verify import verify

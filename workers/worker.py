@@ -56,8 +56,8 @@ from workers.membership.state_stream import PeerServer
 from workers.membership.unwinding import RolledBack, RunEnded
 from workers.parallel.build import build_strategy
 from workers.session import Session
-from workers.step.microbatches import check_loss, weight_of
 from workers.step.randomness import seed_microbatch
+from workers.step.vote import check_loss, weight_of
 from workers.torch_private.version import untested
 from workers.tracebacks import begun_outside
 from workers.train_state.build import check_threads

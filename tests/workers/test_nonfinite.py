@@ -14,7 +14,7 @@ from tests.workers.session_rig import InThread, Rig, Tiny
 from tests.workers.sharded_rig import build, enter
 from workers.distributed.process_group import Alone
 from workers.nonfinite import Inspection, explain, told
-from workers.step.microbatches import NoPasses
+from workers.parallel.strategy import NoPasses
 from workers.step.vote import MicrobatchRecord
 
 pytestmark = pytest.mark.usefixtures("place")

@@ -37,11 +37,10 @@ from workers.parallel.pipeline.rows import SharedRows
 from workers.parallel.pipeline.stage import StageModel
 from workers.parallel.pipeline.stand_in import Announced, StandIns, Structure, places_without
 from workers.parallel.shards import Shards
-from workers.parallel.strategy import Entered, Formed
+from workers.parallel.strategy import Entered, Formed, NoPasses, Passes
 from workers.reduction.norm import squares_of_shards
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards
-from workers.step.microbatches import NoPasses, Passes
 from workers.step.precision import DTYPES, Casting
 from workers.torch_private.modules import is_compiled
 from workers.torch_private.version import check_version
