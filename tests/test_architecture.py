@@ -197,7 +197,7 @@ HOST_READS = {
     "workers/reduction/reducers.py is_finite": "was read by the group",
     "workers/step/vote.py _numbers": "was read by the group",
     "workers/step/vote.py add_up": "was read by the group",
-    "workers/step/buffers.py _hash": "was read by the group",
+    "workers/train_state/train_state.py _hash": "was read by the group",
     "workers/train_state/digest.py tensor_bytes": "committed state",
     "workers/train_state/serialization.py encode": "committed state",
     "workers/tensors/local.py as_bytes": "in host memory",

@@ -453,7 +453,7 @@ class Step:
         self._vitals.enter("apply")
         update = Update.of(prepared, vote, train_state)
         records.add(update.step, prepared, vector, vote)
-        member.followers.offer(lambda: update.to_message(records.to_frame(is_newest_enough=True)))
+        member.followers.offer(update, lambda: records.to_frame(is_newest_enough=True))
         member.strategy.apply(update)
         member.take_step(should_pause=vote.should_pause)
         member.backup.after_step(train_state, member)

@@ -24,7 +24,6 @@ from workers.reduction.bitwise import BitwiseReducer
 from workers.reduction.fast import FastReducer
 from workers.reduction.norm import row_squares
 from workers.reduction.reducers import Reduced, Reducer
-from workers.step.buffers import TrackedBuffers
 from workers.step.forwards import Forwards, PlainForwards
 from workers.step.precision import DTYPES, Casting
 from workers.step.vote import Loss, check_loss
@@ -32,7 +31,7 @@ from workers.tensors.local import layout_of
 from workers.torch_private.modules import own_parameters
 from workers.train_state.build import Settings, build_model, build_state, equip_blocks
 from workers.train_state.digest import weights_sha256
-from workers.train_state.train_state import TrainState, Update
+from workers.train_state.train_state import TrackedBuffers, TrainState, Update
 
 
 class PlainPasses(NoPasses):

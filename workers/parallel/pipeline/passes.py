@@ -23,8 +23,8 @@ from workers.parallel.pipeline.neighbours import Arriving, Neighbours
 from workers.parallel.pipeline.reducer import PipelineReducer
 from workers.parallel.pipeline.schedule import Action, actions
 from workers.parallel.pipeline.stage import Crossing, StageModel
-from workers.step.buffers import TrackedBuffers
 from workers.step.vote import Loss, check_loss
+from workers.train_state.train_state import TrackedBuffers
 
 
 class StagePasses:
