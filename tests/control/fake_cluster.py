@@ -13,9 +13,8 @@ from typing import Any, TypeAlias, cast
 
 from elastic.control import commands as c
 from elastic.control import events as ev
-from elastic.control.commands import interruption
-from elastic.control.events import event_of
 from elastic.control.standing import Standing
+from elastic.control.translation import event_of, interruption
 from elastic.on_ray.record.progress import Progress
 from elastic.protocol.in_force import CommandsInForce
 from elastic.protocol.messages import to_controller as r
