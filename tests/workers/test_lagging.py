@@ -18,7 +18,7 @@ from tests.workers.session_rig import Rig, abort, obey
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Alone
 from workers.distributed.rendezvous import Rendezvous
-from workers.membership import member, own_group, state_stream
+from workers.membership import member, state_stream
 from workers.train_state.digest import weights_sha256
 from workers.train_state.snapshot import HostMemory
 
@@ -51,7 +51,7 @@ def slow_link(monkeypatch):
 @pytest.fixture
 def rigs(place, monkeypatch):
     torch.set_num_threads(1)
-    monkeypatch.setattr(own_group, "connect_for", where.connecting_threads())
+    monkeypatch.setattr(member, "connect_for", where.connecting_threads())
     made = [Rig("bitwise", thread=rank, join_timeout_s=LONG_S, worker=rank) for rank in range(3)]
     yield made
     for rig in made:

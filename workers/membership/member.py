@@ -24,9 +24,10 @@ from elastic.protocol.messages.to_worker import Command, Finish, Form
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers.checkpoint.saver import Saver
+from workers.distributed.backends import connect_for
 from workers.distributed.exchange import gather_json
 from workers.distributed.pieces import ROUND_OF_JOINING, Pieces
-from workers.distributed.process_group import AnyGroup
+from workers.distributed.process_group import AnyGroup, OwnGroup
 from workers.health.compilation import Compilation
 from workers.health.vitals import FORMING, Vitals
 from workers.membership import actions as a
@@ -34,7 +35,6 @@ from workers.membership import events as e
 from workers.membership.joining import Copying
 from workers.membership.link import ControllerLink
 from workers.membership.machine import transition
-from workers.membership.own_group import OwnGroup
 from workers.membership.state import Ended, State, validate
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
@@ -88,7 +88,8 @@ class Member:
         self.evaluated = EvaluationLog(link.send)
         self.compilation = Compilation(vitals)
         is_given_up = lambda: self.machine.is_given_up  # noqa: E731
-        self.own = OwnGroup(spec, vitals, device, is_given_up, on_stuck)
+        connect = connect_for(device, spec.host)
+        self.own = OwnGroup(spec, connect, is_given_up, vitals.waits_in, on_stuck)
         self._pieces: Pieces | None = None
         self.followers = Followers(peers)
         delays = self.backup.delays_commits
