@@ -56,16 +56,8 @@ def lose_member(
 ) -> Decision:
     """Of a generation that is at its end only where the state is sharded: the others get the lost
     rows, and end again."""
-    ledger = count_losses(ledger, NumberSet.of((event.worker,)))
-    if event.cause in BARRING:
-        barred = ledger.barred + 1 if event.at < ledger.barred_until else 1
-        ledger = replace(ledger, barred=barred, barred_until=event.at + MAX_BACKOFF_S)
-    if event.slow_in is not None:
-        costly = remember(ledger.costly, event.slow_in, event.worker)
-        ledger = replace(ledger, costly=costly)
-    if isinstance(phase, Forming) and event.worker in phase.newcomers:  # its state may be too large
-        ledger = back_off(ledger, event.at)
     lost = NumberSet.of((event.worker,))
+    ledger = remember_place(count_losses(ledger, lost), phase, event)
     if isinstance(phase, Suspending):
         phase = without_answer(phase, phase.membership.rank_of(event.worker))
         suspending = replace(phase, lost=phase.lost | lost, deadline=None, is_overdue=False)
@@ -87,6 +79,20 @@ def lose_member(
     called = call_standbys(ledger, suspending, event.at, limits)
     called = called._replace(commands=(*commands, *called.commands))
     return settle(explain(reason, called), event.at, limits)
+
+
+def remember_place(ledger: Ledger, phase: Phase, event: WorkerLost) -> Ledger:
+    """Where another worker might be lost in the same way: on that machine, in that part of a step,
+    or with a state that is too large for a newcomer."""
+    if event.cause in BARRING:
+        barred = ledger.barred + 1 if event.at < ledger.barred_until else 1
+        ledger = replace(ledger, barred=barred, barred_until=event.at + MAX_BACKOFF_S)
+    if event.slow_in is not None:
+        costly = remember(ledger.costly, event.slow_in, event.worker)
+        ledger = replace(ledger, costly=costly)
+    if isinstance(phase, Forming) and event.worker in phase.newcomers:
+        ledger = back_off(ledger, event.at)
+    return ledger
 
 
 def call_standbys(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:

@@ -291,22 +291,26 @@ def form(
     rollers = rollers & NumberSet.of(survivors)
     roll_forward = tuple(rollers)
     vote_of = next((w for w in survivors if w not in rollers), None) if rollers else None
-    reason = f"generation {membership.generation}: {counted(membership.world_size, 'worker')}"
-    reason += f" at step {ledger.step}"
-    if newcomers:
-        reason += f", new {names(newcomers)}"
-    if rollers:
-        reason += f", {names(rollers)} roll forward"
     if wants_nodes(limits.parallel):
         ledger = replace(ledger, nodes=ledger.nodes.only((*membership.workers, *in_pool(ledger))))
     planned = plan(limits.parallel, membership.workers, ledger.nodes)
-    reason += f"; {planned.note}" if planned.note else ""
+    reason = announced(membership, ledger.step, newcomers, rollers, planned.note)
     command = Form(
         membership, ledger.step, roll_forward, vote_of, then_pause, planned.order, ledger.origin
     )
     deadline, new = at + limits.join_timeout_s, NumberSet.of(newcomers)
     forming = Forming(membership, deadline, then_pause, newcomers=new)
     return top_up(Decision(ledger, forming, (*dropped, command), reason), at, limits)
+
+
+def announced(
+    membership: Membership, step: int, newcomers: tuple[int, ...], rollers: NumberSet, note: str
+) -> str:
+    reason = f"generation {membership.generation}: {counted(membership.world_size, 'worker')}"
+    reason += f" at step {step}"
+    reason += f", new {names(newcomers)}" if newcomers else ""
+    reason += f", {names(rollers)} roll forward" if rollers else ""
+    return f"{reason}; {note}" if note else reason
 
 
 def formed(ledger: Ledger, phase: Forming, at: float, limits: Limits) -> Decision:
