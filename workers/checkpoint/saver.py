@@ -4,19 +4,19 @@ What is not cut the ranks divide evenly, by rows; of what is each writes its own
 checkpoint is made of is elastic/protocol/manifest.py's; loading is in load.py.
 """
 
-import json
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from elastic.protocol.layout import Box, Position, TensorLayout, whole
+from elastic.protocol.manifest import SavedPart
 from elastic.protocol.messages.to_controller import PartFailed, PartSaved
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name, launch_of
@@ -163,8 +163,8 @@ class Saver:
             self.begin(train_state, by, is_pinned=is_pinned)
         elif is_pinned and isinstance(self._said, PartSaved):
             self._link.concluded_saves.pop(train_state.step, None)
-            content = {**json.loads(self._said.payload), "is_pinned": True}
-            self._say(replace(self._said, payload=json.dumps(content).encode()))
+            pinned = replace(SavedPart.unpack(self._said.payload), is_pinned=True)
+            self._say(replace(self._said, payload=pinned.pack()))
         return Saving(train_state.step, self._link, is_over)
 
     def begin(self, train_state: TrainState, by: StateOwner, *, is_pinned: bool = False) -> None:
@@ -262,9 +262,8 @@ class Saver:
             if job.is_given_up:
                 raise _GivenUp
             state = job.snapshot.header if job.rank == 0 else None
-            said = {"part": asdict(part), "state": state, "is_pinned": job.is_pinned}
-            content = json.dumps(said).encode()
-            self._say(PartSaved(job.generation, job.rank, job.step, content))
+            said = SavedPart(part, state, job.is_pinned)
+            self._say(PartSaved(job.generation, job.rank, job.step, said.pack()))
         except _GivenUp:
             log.info("generation=%d step=%d save given up", job.generation, job.step)
         except Exception as error:  # whatever it is: a checkpoint fails, and the run is told

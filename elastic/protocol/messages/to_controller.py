@@ -253,7 +253,7 @@ class PartSaved:
     rank: int
     step: int
     payload: bytes = b""
-    """JSON, for who publishes: the part's boxes, the header, whether it is pinned."""
+    """A `SavedPart` (elastic/protocol/manifest.py), packed: of a large model it is large."""
 
 
 @dataclass(frozen=True, slots=True)
