@@ -23,6 +23,7 @@ from elastic.observe.anatomy import is_row
 from elastic.on_ray.cluster import RayCluster
 from elastic.protocol.manifest import SavedPart
 from elastic.protocol.messages.to_controller import Loaded, PartSaved
+from elastic.protocol.step_record import SampleRecord, StepMetrics, StepRecord
 from elastic.store import run_directory
 from elastic.store.before import Before
 from elastic.store.catalogue import Catalogue, Damage, file_name
@@ -77,7 +78,7 @@ def recorder(storage: str, pauses_s: Any = (), **order: Any) -> Recorder:
 
 def record(opened: Recorder, *steps: int) -> None:
     for step in steps:
-        opened.record_step({"metrics": metrics(step), "samples": samples(step)})
+        opened.record_step(StepRecord(StepMetrics(**metrics(step)), SampleRecord(**samples(step))))
 
 
 async def settled(opened: Recorder) -> None:

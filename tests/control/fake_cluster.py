@@ -19,6 +19,7 @@ from elastic.on_ray.record.progress import Progress
 from elastic.protocol.in_force import CommandsInForce
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages import to_worker as t
+from elastic.protocol.step_record import VoteHead
 from tests.control.fake_group import Group
 from tests.control.fake_process import Copied, Process
 from tests.control.fake_record import FakeRecord
@@ -226,8 +227,8 @@ class FakeCluster:
         for w in members:
             if w.number in command.roll_forward:
                 assert w.step == command.step - 1, (w, command)
-                said, content = self.progress.commits.vote_of(command.step, command.origin)
-                vote = weights_in(CompletedVote.from_json(said, content))
+                head, content = self.progress.commits.vote_of(command.step, command.origin)
+                vote = weights_in(CompletedVote(head, content))
                 assert w.gradient == vote, "no vote to roll forward with"
                 states.add(vote)
             elif not w.follows and not w.has_complained and w.is_alive:  # who has cannot join
@@ -335,8 +336,7 @@ class FakeCluster:
             case r.UserFailed(message):
                 return ev.UserFailed(w.number, message, self.now)
             case r.Committed():
-                last = report.steps[-1]["metrics"]["step"]
-                self.keep_vote(report.generation, last, report.vote)
+                self.keep_vote(report.generation, report.steps[-1].step, report.vote)
                 self.progress.commits.hear(report)
                 return None
             case r.Held():
@@ -359,7 +359,7 @@ class FakeCluster:
         event: Any = report
         return event_of(w.number, event, self.now)
 
-    def keep_vote(self, generation: int, step: int, vote: dict[str, Any] | None) -> None:
+    def keep_vote(self, generation: int, step: int, vote: VoteHead | None) -> None:
         if generation == self.generation and vote is not None:
             self.votes.add((generation, step))
 
@@ -383,7 +383,7 @@ class FakeCluster:
         self.in_force.clear()
         self.to_emit.clear()
         self.progress = self.new_progress()
-        self.progress.recorded_step = len(self.record.lines)
+        self.progress.recorded_step = len(self.record.steps)
         self.progress.recorded_generation = self.record.generation
         standings: list[Standing] = []
         everybody = sorted(self.workers.items())

@@ -115,7 +115,7 @@ class PartsProcess(Process):
             return e.PartsMissing("nobody holds row 3")
         if group.found_known is None:
             first = group.members[0]
-            group.found_known = first.records.to_frame()
+            group.found_known = first.records.known()
         known = group.found_known
         yield from self.tell(e.PartBegun())
         if self.cluster.is_large:

@@ -314,7 +314,7 @@ class Process:
     def commit(self, weights: int, *, should_pause: bool) -> Turns:
         step, origin = self.step + 1, self.machine.prepared_by
         self.records.add(step, prepared_by(origin), vector_of(weights), VOTE)
-        newest = self.records.to_frame(is_newest_enough=True)
+        newest = self.records.known(is_newest_enough=True)
         self.cluster.feed(self, Copied(False, step, origin, weights, newest))
         self.is_applying = True
         if self.rng.random() < 0.1:
@@ -371,7 +371,7 @@ class Process:
     # --- copies --------------------------------------------------------------------------
     def state_of(self) -> Copied:
         """For whoever follows this worker."""
-        return Copied(True, self.step, self.origin, self.weights, self.records.to_frame())
+        return Copied(True, self.step, self.origin, self.weights, self.records.known())
 
     def is_source_gone(self) -> bool:
         return self.source is None or not self.source.is_alive
@@ -471,8 +471,8 @@ class Process:
                     self.abandon(form.generation)
             case a.RollForward(form):
                 assert form.vote is not None
-                vote = CompletedVote.from_json(form.vote, form.payload)
-                assert vote.step == self.step + 1, (vote.step, self)
+                vote = CompletedVote(form.vote, form.payload)
+                assert form.vote.step == self.step + 1, (form.vote.step, self)
                 assert self.gradient == weights_in(vote), "it is the vote of other gradients"
                 yield
                 yield from self.commit(self.gradient, should_pause=False)

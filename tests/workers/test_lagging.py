@@ -13,6 +13,7 @@ import torch
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_worker import Sync
+from elastic.protocol.step_record import KnownSteps
 from tests.workers import where
 from tests.workers.session_rig import Rig, abort, obey
 from workers.distributed.pieces import Pieces
@@ -162,7 +163,7 @@ def test_one_that_lags_is_told_so_once_however_long_an_update_is_on_its_way(monk
     follower = state_stream.Follower(ours, worker=3)
     large = {"w": torch.zeros(2**20)}  # more than a socket takes
     for step in range(6):
-        update = peer.Update(step, True, 1.0, 1, (), {})
+        update = peer.Update(step, True, 1.0, 1, (), KnownSteps((), None))
         follower.offer(update, large)
     kinds = []
     memory = HostMemory()

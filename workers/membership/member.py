@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command, Finish, Form
+from elastic.protocol.step_record import KnownSteps
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers.checkpoint.saver import Saver
@@ -386,8 +387,8 @@ class Member:
         assert form.vote is not None
         assert self.prepared is not None
         began = time.monotonic()
-        vote = CompletedVote.from_json(form.vote, form.payload)
-        assert vote.step == self.train_state.step + 1, (vote.step, self.train_state.step)
+        vote = CompletedVote(form.vote, form.payload)
+        assert form.vote.step == self.train_state.step + 1, (form.vote.step, self.train_state.step)
         self.prepared(vote)
         self._state_s += time.monotonic() - began
 
@@ -489,8 +490,8 @@ class Member:
             return e.SourceLost(f"cannot reach the source: {error}")
         return None
 
-    def _state_and_records(self) -> tuple[Snapshot, dict[str, Any]]:
-        return self.train_state.snapshot(), self.records.to_frame()
+    def _state_and_records(self) -> tuple[Snapshot, KnownSteps]:
+        return self.train_state.snapshot(), self.records.known()
 
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from elastic.protocol.messages import peer
 from elastic.protocol.messages.direction import header_of, pack
 from elastic.protocol.messages.hello import Hello
 from elastic.protocol.messages.peer import TO_FOLLOWER, Lags, State, TensorShapes, ToFollower
+from elastic.protocol.step_record import KnownSteps
 from workers.distributed.admission import Admission
 from workers.distributed.keepalive import watch_host
 from workers.tensors.local import as_bytes
@@ -46,13 +46,11 @@ class Start:
     """The state that a follower begins with, or anew."""
 
     snapshot: Snapshot
-    records: dict[str, Any]
+    records: KnownSteps
     """What is known of its last steps."""
 
 
-def message_of(
-    update: Update, records: dict[str, Any]
-) -> tuple[peer.Update, dict[str, torch.Tensor]]:
+def message_of(update: Update, records: KnownSteps) -> tuple[peer.Update, dict[str, torch.Tensor]]:
     """For followers, with the tensors themselves. records: what is known of the step."""
     message = peer.Update(
         step=update.step,
@@ -135,7 +133,7 @@ class Follower:
         self._lock = threading.Lock()
         threading.Thread(target=self._send, name=f"follower-{worker}", daemon=True).start()
 
-    def begin(self, snapshot: Snapshot, records: dict[str, Any]) -> None:
+    def begin(self, snapshot: Snapshot, records: KnownSteps) -> None:
         """The state to start from, or anew, and what is known of its last steps."""
         self._snapshot, self.is_lagging = snapshot, False
         self._queue.put(Start(snapshot, records))
@@ -245,19 +243,19 @@ class Followers:
         self._server = server
         self._all: list[Follower] = []
 
-    def take_on(self, start: Callable[[], tuple[Snapshot, dict[str, Any]]]) -> None:
+    def take_on(self, start: Callable[[], tuple[Snapshot, KnownSteps]]) -> None:
         """Whoever has arrived begins with a snapshot, and what is known of its last steps."""
         for follower in self._server.arrived():
             follower.begin(*start())
             self._all.append(follower)
 
-    def renew(self, start: Callable[[], tuple[Snapshot, dict[str, Any]]]) -> None:
+    def renew(self, start: Callable[[], tuple[Snapshot, KnownSteps]]) -> None:
         """A generation forms: whoever lags gets the state as it is now."""
         for follower in self._all:
             if follower.is_lagging and not follower.is_lost:
                 follower.begin(*start())
 
-    def offer(self, update: Update, records: Callable[[], dict[str, Any]]) -> None:
+    def offer(self, update: Update, records: Callable[[], KnownSteps]) -> None:
         """A committed step. records: what is known of it, asked for if there is anybody to take
         it."""
         self._all = [f for f in self._all if not f.is_lost]

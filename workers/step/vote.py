@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from elastic.protocol.errors import StepCancelled, WrongInput
+from elastic.protocol.step_record import VoteHead
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import fold_scalars
@@ -443,22 +444,12 @@ def _named(names: tuple[str, ...], flags: np.ndarray) -> frozenset[str]:
 class CompletedVote:
     """For a survivor that did not see it complete."""
 
-    step: int
-    """That counts with it."""
-    log_names: tuple[str, ...]
+    head: VoteHead
     content: bytes
 
     @classmethod
     def of(cls, step: int, layout: VoteLayout, vector: np.ndarray) -> "CompletedVote":
-        return cls(step, layout.log_names, vector.astype("<i8").tobytes())
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any], content: bytes) -> "CompletedVote":
-        return cls(said["step"], tuple(said["log_names"]), content)
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it but its content."""
-        return {"step": self.step, "log_names": list(self.log_names)}
+        return cls(VoteHead(step, layout.log_names), vector.astype("<i8").tobytes())
 
     def vector(self) -> np.ndarray:
         return np.frombuffer(self.content, "<i8").astype(np.int64)
