@@ -44,7 +44,7 @@ WIDE_CLASSES = {
     "elastic/on_ray/driver/submission.py RayDriver": 18,
     "elastic/on_ray/slots.py Slot": 19,
     "elastic/protocol/messages/pulse.py Heartbeat": 16,
-    "elastic/protocol/worker_spec.py WorkerSpec": 37,
+    "elastic/protocol/worker_spec.py WorkerSpec": 32,
     "elastic/store/run_directory.py RunDirectory": 21,
     "workers/backup/client.py BackupClient": 20,
     "workers/data/parquet_loader.py ParquetLoader": 16,

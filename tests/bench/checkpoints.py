@@ -33,6 +33,7 @@ from elastic.protocol.layout import Position
 from elastic.protocol.manifest import SavedPart
 from elastic.protocol.mesh import DDP, Mesh
 from elastic.protocol.messages.to_controller import PartSaved
+from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
@@ -82,6 +83,7 @@ def spec() -> WorkerSpec:
             "has_checkpoints": True,
             "checkpoint_every": 10**6,
             "steps": 10**7,
+            "timeouts": timeouts_of(None),
         }
     )
 

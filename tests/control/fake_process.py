@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from elastic.protocol.in_force import ReportsInForce
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command, Finish, Form
+from elastic.protocol.step_record import KnownSteps
 from tests.control.fake_group import Group
 from tests.control.fake_votes import VOTE, prepared_by, vector_of, weights_in
 from workers.membership import actions as a
@@ -76,7 +77,7 @@ class Copied(NamedTuple):
     step: int
     origin: int
     weights: int
-    records: dict[str, Any]
+    records: KnownSteps
 
 
 class Process:

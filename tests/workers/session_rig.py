@@ -13,6 +13,7 @@ from elastic.protocol.messages.to_worker import Abort, Form
 from elastic.protocol.worker_spec import WorkerSpec
 from tests.workers import where
 from tests.workers.fake_groups import ThreadGroup
+from tests.workers.waits import NAMES, waits
 from workers.checkpoint.saver import Saver
 from workers.data.loader import Loader
 from workers.health.vitals import Vitals
@@ -116,13 +117,15 @@ class FakeLink:
 
 
 def spec(reduction="bitwise", *, parallel="ddp", **changes):
+    """changes: of its fields, and of those of its timeouts."""
+    seconds = {"join_s": 5.0, "operation_s": 60.0}
+    seconds |= {name: changes.pop(name) for name in NAMES if name in changes}
     plain = WorkerSpec(
         worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=12, micro_batch=3,
         parallel=Parallel.of(parallel), reduction=reduction, clip_norm=0.5, seed=3,
-        eval_every=None, checkpoint_every=None, max_nonfinite=1, detect_s=3.0, heartbeat_s=0.5,
-        silence_s=3.0, join_timeout_s=5.0, operation_timeout_s=60.0, has_checkpoints=False,
-        lease_s=30.0,
+        eval_every=None, checkpoint_every=None, max_nonfinite=1, detect_s=3.0,
+        timeouts=waits(**seconds), has_checkpoints=False,
     )  # fmt: skip
     return replace(plain, **changes)
 

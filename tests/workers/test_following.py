@@ -16,6 +16,7 @@ from elastic.protocol.messages.direction import pack
 from elastic.protocol.messages.to_worker import Load, LogTo, Sync
 from elastic.protocol.step_record import KnownSteps, StepRecord
 from tests.workers.session_rig import Rig, form, obey
+from tests.workers.waits import waits
 from workers.train_state.digest import weights_sha256
 from workers.train_state.out_of_memory import OutOfMemory, told_as_loss
 
@@ -143,7 +144,7 @@ def test_a_source_whose_link_is_cut_is_given_up(pair):
 def test_a_generation_does_not_wait_for_an_update_that_was_lost_with_its_link(pair):
     """The newcomer counts as synced, and is told to catch up to a step that never comes."""
     source, newcomer = pair
-    newcomer.member._copying._spec = replace(newcomer.spec, join_timeout_s=120.0)
+    newcomer.member._copying._spec = replace(newcomer.spec, timeouts=waits(join_s=120.0))
     (follower,) = source.member.followers._all
     vanish(follower._connection)
     assert source.step().committed

@@ -16,7 +16,7 @@ from workers.distributed.rendezvous import Rendezvous
 @pytest.fixture
 def rig():
     torch.set_num_threads(1)
-    made = Rig("bitwise", join_timeout_s=60.0)
+    made = Rig("bitwise", join_s=60.0)
     yield made
     made.loader.close()
 
@@ -31,7 +31,7 @@ def test_an_abort_in_the_instant_a_formation_begins_ends_it(rig, monkeypatch):
     monkeypatch.setattr(process_group, "form", taken_back)
     began = time.monotonic()
     assert not obey(rig.member, form(1, 0, world_size=2, store=rendezvous.open(1)))
-    assert time.monotonic() - began < rig.spec.join_timeout_s / 2
+    assert time.monotonic() - began < rig.spec.timeouts.join_s / 2
     obey(rig.member, abort(1))
     assert [kind for kind, _, _ in rig.link.sent] == ["suspended"]
     rendezvous.forget()

@@ -16,6 +16,7 @@ from elastic.protocol.messages.to_worker import Sync
 from elastic.protocol.step_record import KnownSteps
 from tests.workers import where
 from tests.workers.session_rig import Rig, abort, obey
+from tests.workers.waits import waits
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Alone
 from workers.distributed.rendezvous import Rendezvous
@@ -53,7 +54,7 @@ def slow_link(monkeypatch):
 def rigs(place, monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setattr(member, "connect_for", where.connecting_threads())
-    made = [Rig("bitwise", thread=rank, join_timeout_s=LONG_S, worker=rank) for rank in range(3)]
+    made = [Rig("bitwise", thread=rank, join_s=LONG_S, worker=rank) for rank in range(3)]
     yield made
     for rig in made:
         rig.loader.close()
@@ -124,7 +125,7 @@ def test_the_copy_may_take_longer_than_the_backend_lets_a_collective_wait(
     monkeypatch.setattr(member, "ROUND_OF_JOINING", 0.05 / LONG_S)
     source, newcomer, _ = rigs
     for rig in (source, newcomer):
-        rig.member.spec = replace(rig.spec, operation_timeout_s=LIMIT_S)
+        rig.member.spec = replace(rig.spec, timeouts=waits(join_s=LONG_S, operation_s=LIMIT_S))
     lag(source, newcomer, slow_link)
     send_state, took_s = state_stream.send_state, []
 

@@ -223,7 +223,7 @@ class Saver:
         """The storage hangs in a job, so that the save of `step` has failed."""
         assert self._job is not None
         self._job.is_given_up = True
-        stuck = f"step {self._job.step}: nothing was written for {self._spec.stall_s:g} s"
+        stuck = f"step {self._job.step}: nothing was written for {self._spec.timeouts.stall_s:g} s"
         log.warning('generation=%d save gave up reason="%s"', by.generation, stuck)
         self._say(PartFailed(by.generation, by.rank, step, f"the storage hangs in {stuck}"))
 
@@ -242,9 +242,9 @@ class Saver:
             now, progress = time.monotonic(), self._job.progress
             if is_remote or progress != seen:
                 seen, moved_at = progress, now
-            if now - moved_at > self._spec.stall_s:
+            if now - moved_at > self._spec.timeouts.stall_s:
                 return False
-            if now - told_at > self._spec.lease_s and moved_at > told_at:
+            if now - told_at > self._spec.timeouts.lease_s and moved_at > told_at:
                 told_at = now
                 tell()
         return True

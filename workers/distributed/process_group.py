@@ -476,8 +476,8 @@ class OwnGroup:
                 rank=asked.rank,
                 world_size=asked.world_size,
                 connect=self._connect,
-                join_timeout_s=self._spec.join_timeout_s,
-                operation_timeout_s=self._spec.operation_timeout_s,
+                join_timeout_s=self._spec.timeouts.join_s,
+                operation_timeout_s=self._spec.timeouts.operation_s,
             )
             if self._is_given_up():  # `abandon` may have looked before it was there
                 self._formation.abandon()
@@ -487,7 +487,7 @@ class OwnGroup:
         if self._formation is None:
             group: Group = Alone(name_of(self._spec, self._generation))
         else:
-            group = self._formation.wait(self._spec.join_timeout_s)
+            group = self._formation.wait(self._spec.timeouts.join_s)
         group.on_wait, group.on_stuck = self._on_wait, self._on_stuck
         self.group, self._formation = group, None
 

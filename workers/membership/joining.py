@@ -49,7 +49,7 @@ class Copying:
             address,
             token=self._spec.token,
             worker=self._spec.worker,
-            timeout_s=self._spec.join_timeout_s,
+            timeout_s=self._spec.timeouts.join_s,
             detect_s=self._spec.detect_s,
             wake=wake,
         )
@@ -103,7 +103,7 @@ class Copying:
     def catch_up(self, step: int, origin: int, is_over: Callable[[], bool]) -> None:
         """Wait until the state is that generation's of `step`, lags, or is_over(). PeerLost if it
         never will be."""
-        deadline = time.monotonic() + self._spec.join_timeout_s
+        deadline = time.monotonic() + self._spec.timeouts.join_s
         while not (self._stands_at(step, origin) or self._is_lagging):
             left_s = deadline - time.monotonic()
             if not self._has_more(step, is_late=left_s <= 0):

@@ -366,7 +366,7 @@ class Member:
     def say_still_hashing(self) -> None:
         """Called after each tensor, and said now and then."""
         now = time.monotonic()
-        if now - self._told_at > self.spec.lease_s:
+        if now - self._told_at > self.spec.timeouts.lease_s:
             self._told_at = now
             self._say_still_saving()
 
@@ -408,7 +408,7 @@ class Member:
             return e.PeersLost.of(error)
         assert self.group is not None
         say_alive = partial(self.vitals.enter, "restore")
-        round_s = self.spec.join_timeout_s * ROUND_OF_JOINING
+        round_s = self.spec.timeouts.join_s * ROUND_OF_JOINING
         self._pieces = Pieces(self.group, say_alive, round_s)
         return e.Met()
 

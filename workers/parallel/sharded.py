@@ -83,7 +83,7 @@ class Sharded(OverShards):
         """The groups of the two axes; the shards' is returned, None if this rank is inactive.
         Raises PeerLost."""
         self.collectives = self._replicas = None
-        rank, timeout_s = group.rank(), self._spec.join_timeout_s
+        rank, timeout_s = group.rank(), self._spec.timeouts.join_s
         if mesh.is_inactive(rank):
             return None
         replica, shard = mesh.replica(rank), mesh.shard(rank)

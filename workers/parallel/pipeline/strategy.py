@@ -155,7 +155,7 @@ class Staged(OverShards):
         self._on_lost = when_lost(formed)
         if group.rank() == 0:
             formed.say(self._planned(mesh, formed.generation))
-        timeout_s = self._spec.join_timeout_s
+        timeout_s = self._spec.timeouts.join_s
         links = links_of(plan, self._known_chain, mesh.ranks())
         self._links = Links(group, links, timeout_s)
         self._groups = BlockGroups(group, timeout_s)
