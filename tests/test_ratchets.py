@@ -36,7 +36,7 @@ ROOMS = {"workers": ORDER, "elastic.on_ray": ON_RAY}
 LONG_SIGNATURES = {"elastic": 0, "workers": 0}
 WIDE_CLASSES = {
     "elastic/config.py RunConfig": 20,
-    "elastic/control/state.py Ledger": 36,
+    "elastic/control/state.py Ledger": 25,
     "elastic/controller/recorder.py Recorder": 24,
     "elastic/controller/supervisor.py Supervisor": 20,
     "elastic/on_ray/cluster.py RayCluster": 25,

@@ -279,7 +279,7 @@ def hear_member(  # noqa: C901
             if len(kept.kept) < phase.membership.world_size:
                 return Decision(ledger, kept)
             if not has_failed(ledger):
-                ledger = replace(ledger, kept_step=ledger.step)
+                ledger = ledger.with_saves(kept_step=ledger.step)
             return leave_boundary(ledger, kept, at, limits)
         case ((Running() | Pausing()), Done(rank=rank) as left):
             done = replace(phase, done=phase.done.add(rank))
@@ -386,12 +386,14 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
 
 def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> Decision:
     """The first with the state. Whoever copied from a former one copies again from it."""
-    if event.step < ledger.step and ledger.failures:  # drains alone never count
-        fallen_from = max(ledger.step, ledger.fallen_from) if ledger.falls else ledger.step
-        ledger = replace(ledger, falls=ledger.falls + 1, fallen_from=fallen_from)
-    if ledger.falls > limits.max_failures:
+    losses = ledger.losses
+    if event.step < ledger.step and losses.failures:  # drains alone never count
+        fallen_from = max(ledger.step, losses.fallen_from) if losses.falls else ledger.step
+        losses = replace(losses, falls=losses.falls + 1, fallen_from=fallen_from)
+        ledger = replace(ledger, losses=losses)
+    if losses.falls > limits.max_failures:
         why = (
-            f"{ledger.falls} times since step {ledger.fallen_from} was committed nobody was left "
+            f"{losses.falls} times since step {losses.fallen_from} was committed nobody was left "
             f"who held the state, now back to step {event.step}; max_failures is "
             f"{limits.max_failures}; if the same step ends all workers, their logs tell why"
         )

@@ -264,7 +264,7 @@ class Supervisor:
 
     def costly(self) -> tuple[Costly, ...]:
         """Where usual times say nothing now, by the ledger."""
-        return self.decision.ledger.costly if self.decision else ()
+        return self.decision.ledger.losses.costly if self.decision else ()
 
     def stage_of(self, worker: int) -> str:
         """A member's place in a pipeline, to be added to why it is lost; empty if it has none."""

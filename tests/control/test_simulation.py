@@ -110,7 +110,7 @@ def check_conservation(cluster: FakeCluster, ledger: Ledger, phase: Phase) -> No
         members -= set(phase.lost)
     assert not members & outside
     assert not isinstance(phase, Active) or not ledger.with_state
-    assert ledger.kept_step < 0 or ledger.kept_step in cluster.published, ledger
+    assert ledger.saves.kept_step < 0 or ledger.saves.kept_step in cluster.published, ledger
     alive = {w.number for w in cluster.workers.values() if w.is_alive} | set(cluster.pending)
     assert not cluster.retired & (members | outside), "counts on somebody whom it has retired"
     assert set(ledger.leaving) <= members | outside, ledger
