@@ -33,17 +33,18 @@ TOKEN = "secret"
 
 def work(spec: Any, pickled: bytes, environment: dict[str, str]) -> None:
     """The main function of a worker's process."""
-    from workers.worker import Worker
+    from workers.worker import Around, Worker
 
     os.environ.update(environment)
     os.chdir(environment["HERE"])
-    roles: dict[str, Any] = {
-        "find_controller": lambda: None,
-        "open_feed": lambda *_: None,
-        "enter_child": lambda: None,
-        "drain_node": lambda seconds: None,
-    }
-    Worker(spec, pickled, node_id="node", **roles).run()
+    around = Around(
+        node_id="node",
+        find_controller=lambda: None,
+        open_feed=cast(Any, lambda *_: None),
+        enter_child=lambda: None,
+        drain_node=lambda seconds: None,
+    )
+    Worker(spec, pickled, around).run()
 
 
 class LocalRun:

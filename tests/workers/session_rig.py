@@ -17,10 +17,12 @@ from tests.workers.waits import NAMES, waits
 from workers.checkpoint.saver import Saver
 from workers.data.loader import Loader
 from workers.health.vitals import Vitals
+from workers.loop import fit
 from workers.membership.member import Member
 from workers.membership.state_stream import PeerServer
 from workers.parallel.build import build_strategy
 from workers.session import Session
+from workers.worker import Built
 
 CPU = where.CPU
 
@@ -158,6 +160,14 @@ class Rig:
         )  # fmt: skip
         self.link.commands.hear = self.member.hear
         self.session = Session(self.spec, self.workload, self.member, self.loader)
+
+    @property
+    def built(self):
+        """As a worker has it."""
+        return Built(
+            self.workload, self.strategy, self.member.peers, self.member.saver, self.member,
+            self.session, fit,
+        )  # fmt: skip
 
     def form(self, generation, step, vote=None, payload=b"", **changes):
         self.link.commands.put(form(generation, step, vote=vote, payload=payload, **changes))
