@@ -443,6 +443,11 @@ class Worker:
                 self._loop(built)
 
     @property
+    def rank(self) -> int | None:
+        """In the newest generation that it was told of; None before the first one."""
+        return self._built.member.rank if self._built is not None and self._has_begun else None
+
+    @property
     def _has_begun(self) -> bool:
         """A step may have been committed since this worker's first generation."""
         return self._built is not None and self._built.member.has_joined

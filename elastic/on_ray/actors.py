@@ -217,11 +217,11 @@ class WorkerActor:
             enter_child=leave_ray,
             drain_node=partial(keep_free, node_id),
         )
+        worker = Worker(spec, self._workload, around)
         try:
-            Worker(spec, self._workload, around).run()
-        except Exception as error:
-            text = in_words(error)
-            raise WorkerFailed(text, pickled(error)) from None  # the controller lacks its class
+            worker.run()
+        except Exception as error:  # the controller lacks its class
+            raise WorkerFailed(in_words(error), pickled(error), worker.rank) from None
 
     def is_free(self) -> bool:
         """Answers once it has a place, and after that once `run` has ended: how a controller that

@@ -70,8 +70,8 @@ class RayCluster:
     """Unix time that never jumps."""
     workers: dict[int, Slot] = field(default_factory=dict[int, Slot])
     wrong_input: str | None = None
-    user_error: bytes = b""
-    """Pickled; the driver knows its class."""
+    failed: WorkerFailed | None = None
+    """Whose user's code has raised."""
     log_folder: str | None = None
 
     def __post_init__(self, rendezvous: ActorHandle[Any]) -> None:
@@ -178,7 +178,7 @@ class RayCluster:
         except RayTaskError as error:
             failed = error.cause if isinstance(error.cause, WorkerFailed) else None
             if failed is not None and not self._is_node_s_fault(record):
-                self.user_error = self.user_error or failed.pickled
+                self.failed = self.failed or failed
             why = str(failed or first_line(error.cause or error))
             loop = asyncio.get_running_loop()  # its own report may still be on its way
             loop.call_later(FAILURE_GRACE_S, self.user_failed, worker, why)
