@@ -63,7 +63,7 @@ def simulate(
         past.append((ledger, phase, len(journal), entry))
         is_dying = faults.controller_kills > 0
         is_deaf = faults.dies_retiring and any(isinstance(c, Retire) for c in commands)
-        is_dying = is_dying and (is_deaf or cluster.rng.random() < cluster.controller_chance())
+        is_dying = is_dying and (is_deaf or cluster.rng.random() < cluster.harm.controller_chance())
         is_dying = is_dying and not isinstance(phase, Finished)
         num_heard = 0 if is_deaf else cluster.rng.randint(0, len(commands)) if is_dying else None
         for command in commands[:num_heard] if is_dying else commands:
