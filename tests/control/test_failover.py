@@ -120,7 +120,7 @@ def test_a_run_that_has_to_wait_after_an_adoption_begins_to_count_its_newcomers_
     for phase, counted in ((Running(ABC), 0), (Waiting("nobody is left"), 5)):
         after, waiting, _ = play(ledger, phase, Adopted((Standing(3, "starting"),), 9.0))
         assert isinstance(waiting, Waiting)
-        assert after.stillborn == counted
+        assert after.losses.stillborn == counted
 
 
 def test_drains_alone_are_no_fall_whoever_hears_of_their_end():

@@ -280,8 +280,8 @@ def test_a_spent_budget_ends_the_run_with_the_reason():
 
 def test_a_committed_step_renews_the_budget_but_a_repeated_one_does_not():
     ledger = LEDGER.with_losses(failures=2)
-    assert play(ledger, Running(ABC), Committed(7, 40, 0.1, 1.0))[0].failures == 2
-    assert play(ledger, Running(ABC), Committed(7, 41, 0.1, 1.0))[0].failures == 0
+    assert play(ledger, Running(ABC), Committed(7, 40, 0.1, 1.0))[0].losses.failures == 2
+    assert play(ledger, Running(ABC), Committed(7, 41, 0.1, 1.0))[0].losses.failures == 0
 
 
 def test_who_crashes_in_the_same_step_each_time_does_not_begin_again_for_ever():

@@ -85,7 +85,10 @@ def test_a_place_that_cost_a_life_is_remembered_and_told_until_its_step_is_commi
     compute = transition(
         again.ledger, Running(ABC), taken(2, 320.0, Place(40, "compute")), LIMITS
     ).ledger
-    assert [str(c.place) for c in compute.costly] == ["data of step 41", "compute of step 41"]
+    assert [str(c.place) for c in compute.losses.costly] == [
+        "data of step 41",
+        "compute of step 41",
+    ]
     committed = Committed(7, 41, 0.1, 400.0)
     assert transition(compute, Running(ABC), committed, LIMITS).ledger.losses.costly == ()
 

@@ -143,7 +143,7 @@ def test_newcomers_that_have_no_memory_for_their_part_are_replaced_ever_later():
         ledger, phase, _ = told(ledger, phase, *started, *paused)
         assert phase.newcomers == some(newcomer + 1)
     joined = [Joined(12, rank, 0.1, 30.0, 50) for rank in range(3)]
-    assert told(ledger, phase, *joined)[0].stillborn == 0
+    assert told(ledger, phase, *joined)[0].losses.stillborn == 0
 
 
 def test_a_checkpoint_is_published_once_its_step_is_committed():

@@ -164,7 +164,7 @@ def test_a_step_that_is_saved_already_is_only_pinned(tmp_path) -> None:
     saver.save(train_state, by, lambda: False, is_pinned=True)
     said = [SavedPart.unpack(said.payload) for said in link.said]
     assert [each.is_pinned for each in said] == [False, True]
-    assert said[0]["part"] == said[1]["part"]
+    assert said[0].part == said[1].part
 
 
 def test_whatever_a_saver_meets_is_reported(tmp_path) -> None:
