@@ -29,7 +29,7 @@ from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed import registry
 from workers.distributed.c10d import C10dGroup, Copies
 from workers.distributed.device_wait import to_host
-from workers.distributed.pending import Pending, Settling, Waitable, What, failure_of
+from workers.distributed.pending import Abandonable, Pending, Settling, Waitable, What, failure_of
 from workers.distributed.store import StoreClient
 from workers.torch_private import c10d as private
 
@@ -66,7 +66,7 @@ class Group(C10dGroup):
         """Told, in a thread of its own, that the device does not let go of the group."""
         self._num_launched = self._num_exchanged = 0
         self._pending: deque[Pending] = deque()
-        self._parts: list[Group | Formation] = []
+        self._parts: list[Abandonable] = []
         self.form_part: Callable[[str, int, int], Formation] | None = None
         """(name, rank, world size): forms another group over the same store; None: this group has
         no parts."""
@@ -157,7 +157,7 @@ class Group(C10dGroup):
         if self.is_abandoned:
             raise PeerLost("the generation was given up")
 
-    def adopt(self, part: "Group | Formation") -> None:
+    def adopt(self, part: Abandonable) -> None:
         with self.changed:
             self._parts.append(part)
             is_late = self.is_abandoned
