@@ -10,7 +10,6 @@ elastic/on_ray/train_api.py.
 import inspect
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -406,8 +405,7 @@ def failure(error: RunFailed) -> Exception:
     cause = error.__cause__
     failures: dict[int, Any] = {}
     if isinstance(cause, Exception):
-        rank = re.search(r"rank (\d+)", str(error))
-        failures[int(rank[1]) if rank else 0] = cause
+        failures[error.rank or 0] = cause
     return WorkerGroupError(str(error), failures)
 
 

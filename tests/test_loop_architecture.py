@@ -29,14 +29,13 @@ ELSEWHERE = {
     "on_ray/feed/order.py end_when_alone",  # through find_actor: the feed's own loop
     "on_ray/feed/order.py note",  # the same
     "on_ray/feed/actor.py read_task",  # a task
-    "on_ray/feed/start.py start_feed",  # a worker's thread
+    "on_ray/feed/start.py start_actor",  # a worker's thread
     "on_ray/feed/actor.py within_stores",  # the feed's own loop, at its start
     "on_ray/feed/actor.py FeedActor._open",  # a task is declared, nothing is made
     "on_ray/feed/client.py RayFeed._get",  # a worker's thread
     "on_ray/feed/client.py RayFeed._first_of",
     "on_ray/feed/client.py RayFeed._start_again",
     "on_ray/feed/passes_actor.py PassesFeed.start_again",  # the same
-    "on_ray/feed/passes_actor.py start_passes",
     "on_ray/feed/shard.py waited_for",
     "on_ray/driver/remote_faults.py join",  # a command's process
     "on_ray/driver/remote_faults.py signal_process",

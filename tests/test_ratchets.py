@@ -36,7 +36,7 @@ ROOMS = {"workers": ORDER, "elastic.on_ray": ON_RAY}
 LONG_SIGNATURES = {"elastic": 0, "workers": 0}
 WIDE_CLASSES = {
     "elastic/config.py RunConfig": 20,
-    "elastic/control/state.py Ledger": 36,
+    "elastic/control/state.py Ledger": 25,
     "elastic/controller/recorder.py Recorder": 24,
     "elastic/controller/supervisor.py Supervisor": 20,
     "elastic/on_ray/cluster.py RayCluster": 25,
@@ -44,20 +44,17 @@ WIDE_CLASSES = {
     "elastic/on_ray/driver/submission.py RayDriver": 18,
     "elastic/on_ray/slots.py Slot": 19,
     "elastic/protocol/messages/pulse.py Heartbeat": 16,
-    "elastic/protocol/worker_spec.py WorkerSpec": 37,
+    "elastic/protocol/worker_spec.py WorkerSpec": 32,
     "elastic/store/run_directory.py RunDirectory": 21,
     "workers/backup/client.py BackupClient": 20,
     "workers/data/parquet_loader.py ParquetLoader": 16,
     "workers/health/vitals.py Vitals": 17,
     "workers/membership/member.py Member": 24,
     "workers/train_state/train_state.py TrainState": 17,
-    "workers/worker.py Worker": 26,
 }
 """Their attributes; no other class has more than MAX_ATTRIBUTES."""
 LONG_TESTS = {
     "tests/cli/test_chaos.py",
-    "tests/control/fake_cluster.py",
-    "tests/control/fake_process.py",
     "tests/workers/pipeline_models.py",
 }
 """Files of tests that are still longer than MAX_LINES."""

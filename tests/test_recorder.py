@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +21,9 @@ from elastic.controller.recorder import Recorder
 from elastic.controller.settings import limits_of
 from elastic.observe.anatomy import is_row
 from elastic.on_ray.cluster import RayCluster
+from elastic.protocol.manifest import SavedPart
 from elastic.protocol.messages.to_controller import Loaded, PartSaved
+from elastic.protocol.step_record import SampleRecord, StepMetrics, StepRecord
 from elastic.store import run_directory
 from elastic.store.before import Before
 from elastic.store.catalogue import Catalogue, Damage, file_name
@@ -78,7 +78,7 @@ def recorder(storage: str, pauses_s: Any = (), **order: Any) -> Recorder:
 
 def record(opened: Recorder, *steps: int) -> None:
     for step in steps:
-        opened.record_step({"metrics": metrics(step), "samples": samples(step)})
+        opened.record_step(StepRecord(StepMetrics(**metrics(step)), SampleRecord(**samples(step))))
 
 
 async def settled(opened: Recorder) -> None:
@@ -418,8 +418,7 @@ def test_a_save_is_published_from_the_parts_that_ranks_have_reported_and_workers
         contents = (memoryview(np.ascontiguousarray(value)) for _, value in pieces)
         boxes, name = [box for box, _ in pieces], file_name(1, 0, 1)
         part = write_part(catalogue.prepare(3), name, boxes, contents)
-        said = {"file": asdict(part.file), "tensors": [asdict(t) for t in part.tensors]}
-        payload = json.dumps({"part": said, "state": {}, "is_pinned": False}).encode()
+        payload = SavedPart(part, {}, is_pinned=False).pack()
         for _ in range(2):
             publisher.hear(PartSaved(1, 0, 3, payload))
         publisher.conclude(Publish(1, 3))

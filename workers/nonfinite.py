@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from workers.distributed.exchange import gather_json
 from workers.membership.member import Member
-from workers.step.microbatches import Passes
+from workers.parallel.strategy import Passes
 from workers.step.vote import MicrobatchRecord, Repeated, Vote
 
 ADVICE = "Lower the learning rate, set clip_norm"

@@ -29,12 +29,14 @@ from workers.membership.events import Loop
 from workers.membership.member import Member
 from workers.membership.unwinding import lost_peer_in
 from workers.nonfinite import Inspection, judge
+from workers.parallel.strategy import NoPasses, Passes
 from workers.reduction.reducers import Reduced, Reducer
-from workers.step.microbatches import Logged, Microbatches, NoPasses, Passes, kept
 from workers.step.randomness import seed_microbatch
 from workers.step.vote import (
     Ballot,
     CompletedVote,
+    Logged,
+    Microbatches,
     Names,
     Prepared,
     Repeated,
@@ -43,6 +45,7 @@ from workers.step.vote import (
     add_up,
     decode,
     encode,
+    kept,
 )
 from workers.train_state.train_state import Update
 from workers.verify import verify
@@ -450,7 +453,7 @@ class Step:
         self._vitals.enter("apply")
         update = Update.of(prepared, vote, train_state)
         records.add(update.step, prepared, vector, vote)
-        member.followers.offer(lambda: update.to_message(records.to_frame(is_newest_enough=True)))
+        member.followers.offer(update, lambda: records.known(is_newest_enough=True))
         member.strategy.apply(update)
         member.take_step(should_pause=vote.should_pause)
         member.backup.after_step(train_state, member)
@@ -459,7 +462,7 @@ class Step:
 
     def _roll_forward(self, prepared: Prepared, vote: CompletedVote) -> None:
         """The step counts although it was cancelled here: others have seen its vote complete."""
-        layout, vector = replace(prepared.layout, log_names=vote.log_names), vote.vector()
+        layout, vector = replace(prepared.layout, log_names=vote.head.log_names), vote.vector()
         self._apply(replace(prepared, layout=layout), decode(layout, vector), vector)
 
     def _agree(self, reduced: Reduced, ballot: Ballot) -> tuple[Prepared, Vote, np.ndarray]:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,13 +57,15 @@ from workers.membership.state import BrokenInvariant
 from workers.membership.state_stream import PeerServer
 from workers.membership.unwinding import RolledBack, RunEnded
 from workers.parallel.build import build_strategy
+from workers.parallel.strategy import Strategy
 from workers.session import Session
-from workers.step.microbatches import check_loss, weight_of
 from workers.step.randomness import seed_microbatch
+from workers.step.vote import check_loss, weight_of
 from workers.torch_private.version import untested
 from workers.tracebacks import begun_outside
 from workers.train_state.build import check_threads
 from workers.train_state.out_of_memory import OutOfMemory, advice
+from workers.train_state.train_state import TrainState
 from workers.train_state.trial import check_kept, try_optimizer
 from workers.worker_log import WorkerLog
 
@@ -74,32 +77,49 @@ EXIT_WITH_STUCK_GROUP = 75
 EXIT_WITH_BROKEN_STATE = 76
 
 
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What Ray gives a worker's process, as plain values and callables."""
+
+    node_id: str
+    find_controller: Callable[[], Address | None]
+    open_feed: OpenFeed
+    enter_child: Callable[[], None]
+    """What processes forked from this one must do first."""
+    drain_node: Callable[[float], None]
+    """Nothing new is to be placed on this node, which goes in so many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a worker is made of from the moment that its model is there."""
+
+    workload: Any
+    strategy: Strategy
+    peers: PeerServer
+    saver: Saver
+    member: Member
+    session: Session
+    loop: Callable[[Session], None]
+
+    @property
+    def train_state(self) -> TrainState:
+        return self.strategy.train_state
+
+    def process(self, around: Around, gpu_name: str) -> r.Process:
+        host, address = self.member.spec.host, self.peers.address
+        return r.Process(around.node_id, host, os.getpid(), gpu_name, address)
+
+
 class Worker:
     """A worker's process. Make it and call `run` in the main thread."""
 
-    _again = partial(lambda *_: None)
-    """The training loop, once it is known."""
-
+    _built: Built | None = None
     _device, _gpu_name = torch.device("cpu"), "cpu"
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        workload: bytes,
-        *,
-        node_id: str,
-        find_controller: Callable[[], Address | None],
-        open_feed: OpenFeed,
-        enter_child: Callable[[], None],
-        drain_node: Callable[[float], None],
-    ) -> None:
-        """workload: a pickle of (workload, loop or None), made by the driver. enter_child: what
-        processes forked from this one must do first. drain_node: nothing new is to be placed on
-        this node, which goes in so many seconds."""
-        self._spec, self._pickled, self._node_id = spec, workload, node_id
-        self._find_controller = find_controller
-        self._open_feed, self._enter_child = open_feed, enter_child
-        self._drain_node = drain_node
+    def __init__(self, spec: WorkerSpec, workload: bytes, around: Around) -> None:
+        """workload: a pickle of (workload, loop or None), made by the driver."""
+        self._spec, self._pickled, self._around = spec, workload, around
         self._log = WorkerLog(worker_name(spec.worker))
         self._uploader: LogUploader | None = None
         """Where the run directory is a bucket."""
@@ -113,8 +133,6 @@ class Worker:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's
         logging.basicConfig(level=logging.INFO, stream=sys.stderr)
         torch.set_num_threads(spec.num_threads)
-        self._session: Session | None = None
-        self._member: Member | None = None
         self._vitals = Vitals()
         self._pulse = PulseProcess(spec, self._vitals.fd, stacks.arm())
         self._pulse.start(spec.controller)
@@ -122,9 +140,9 @@ class Worker:
             spec.controller,
             token=spec.token,
             worker=spec.worker,
-            silence_s=spec.silence_s,
-            lease_s=spec.lease_s,
-            find=self._find_controller,
+            silence_s=spec.timeouts.silence_s,
+            lease_s=spec.timeouts.lease_s,
+            find=self._around.find_controller,
             on_command=self._on_command,
             introduce=self._introduce,
         )
@@ -177,24 +195,25 @@ class Worker:
         raise error
 
     def _on_command(self, command: Command) -> None:
-        if self._member is None:
+        if self._built is None:
             return
         try:
-            self._member.hear(command)
+            self._built.member.hear(command)
         except BrokenInvariant as error:
             self._leave(EXIT_WITH_BROKEN_STATE, str(error))
 
     def _introduce(self, controller: Address) -> r.Introduction:
         """Over each connection of the link, in its thread."""
         before = self._pulse.follow(controller)
-        if self._member is None:
+        built = self._built
+        if built is None:
             return r.Introduction("starting", before)
-        self._saver.repeat()  # waits in the link until we are introduced
+        built.saver.repeat()  # waits in the link until we are introduced
         self._notice.repeat()
-        member = self._member
+        member = built.member
         member.evaluated.say(member.rank)
         machine = member.machine
-        told, process = machine.word.told, self._process()
+        told, process = machine.word.told, built.process(self._around, self._gpu_name)
         return r.Introduction(
             machine.kind,
             before,
@@ -212,16 +231,7 @@ class Worker:
     def _hear_spot(self, cloud: str, left_s: float) -> None:
         """In the watch's thread."""
         self._notice.hear(f"{cloud} takes its machine", left_s)
-        self._drain_node(left_s)
-
-    def _process(self) -> r.Process:
-        return r.Process(
-            self._node_id,
-            self._spec.host,
-            os.getpid(),
-            self._gpu_name,
-            self._peers.address,
-        )
+        self._around.drain_node(left_s)
 
     def _train(self) -> None:
         spec = self._spec
@@ -229,7 +239,6 @@ class Worker:
             sys.path.insert(0, spec.folder)
             os.chdir(spec.folder)
         workload, loop = pickle.loads(self._pickled)  # from our own driver, through Ray
-        self._workload = workload
         if workload.loader_processes < 1:
             raise WrongInput(
                 f"loader_processes must be at least 1, got {workload.loader_processes}"
@@ -240,10 +249,10 @@ class Worker:
             spec.global_batch,
             spec.micro_batch,
             workload.loader_processes,
-            self._enter_child,
+            self._around.enter_child,
         )
         on_stall = partial(self._vitals.enter, "feed")
-        self._loader = Supply(workload, spec, self._open_feed, on_stall, loader)
+        self._loader = Supply(workload, spec, self._around.open_feed, on_stall, loader)
         device = self._device = gpu.prepare(spec)
         self._gpu_name = gpu.name_of(device)
         preflight.check(device, self._gpu_name, spec.host)
@@ -252,17 +261,16 @@ class Worker:
         if why := untested():
             log.warning('torch is untested reason="%s"', why)
         open_backup = partial(BackupClient, spec, self._link.send)
-        self._strategy = build_strategy(workload, spec, device, open_backup)
-        self._replica = self._strategy.train_state
+        strategy = build_strategy(workload, spec, device, open_backup)
         check_threads(spec, device)
-        self._peers = peers = PeerServer(spec.host, spec.token, self._wake, spec.detect_s)
-        self._saver = Saver(self._link, spec)
-        self._member = member = Member(
+        peers = PeerServer(spec.host, spec.token, self._wake, spec.detect_s)
+        saver = Saver(self._link, spec)
+        member = Member(
             spec,
-            self._strategy,
+            strategy,
             self._link,
             peers,
-            saver=self._saver,
+            saver=saver,
             vitals=self._vitals,
             device=device,
             on_load=self._load,
@@ -270,24 +278,24 @@ class Worker:
             on_finish=self._finish,
             on_stuck=partial(self._leave, EXIT_WITH_STUCK_GROUP),
         )
-        self._session = session = Session(spec, workload, member, self._loader)
-        self._link.send(r.Started(self._process()))
-        self._again = partial(self._loop, session, loop or fit)
-        self._again()
+        session = Session(spec, workload, member, self._loader)
+        built = Built(workload, strategy, peers, saver, member, session, loop or fit)
+        self._built = built
+        self._link.send(r.Started(built.process(self._around, self._gpu_name)))
+        self._loop(built)
 
-    def _loop(self, session: Session, loop: Callable[[Session], None]) -> None:
+    def _loop(self, built: Built) -> None:
         """The user's loop, again after a roll back; then "done" until the run ends."""
-        member = self._member
-        assert member is not None
+        member, train_state = built.member, built.train_state
         while True:  # a loss may ask for one more generation, in which there is nothing to do,
-            if self._replica.step < self._returned_at:  # or, after a roll back, steps to do again
+            if train_state.step < self._returned_at:  # or, after a roll back, steps to do again
                 member.move_loop(Loop.OUTSIDE)
                 self._vitals.enter("user")
                 try:
-                    loop(session)
+                    built.loop(built.session)
                 except RolledBack:
                     continue
-                self._returned_at = self._replica.step
+                self._returned_at = train_state.step
                 if not member.has_joined:
                     raise RuntimeError(
                         "the training loop returned without a step; loop over next_step()"
@@ -295,8 +303,8 @@ class Worker:
             member.returned()
 
     def _wake(self) -> None:
-        if self._member is not None:
-            self._member.wake()
+        if self._built is not None:
+            self._built.member.wake()
 
     def _load(self, place: str, recorded_step: int) -> list[Damage]:
         """Become the holder of the state that the run goes on from (`Strategy.load`).
@@ -306,23 +314,24 @@ class Worker:
         WrongInput if the workload cannot be trained, or no checkpoint is good; OSError if the
         storage stays away.
         """
+        assert self._built is not None
+        strategy, member = self._built.strategy, self._built.member
         self._is_warm = True
         folder = patiently(partial(reach_folder, place))
         catalogue = Catalogue(folder.at("checkpoints"))
         newest = max([recorded_step, *patiently(catalogue.steps)])
         with self._vitals.aside("user"):
             if not self._has_begun:
-                check_kept(self._replica)
+                check_kept(strategy.train_state)
             self._try_microbatch(newest, with_optimizer=True)
-        assert self._member is not None
-        known_step = self._member.records.known_from(recorded_step)
+        known_step = member.records.known_from(recorded_step)
         begin_piece = partial(self._vitals.enter, "restore")
 
         def rest(pause_s: float) -> None:
             begin_piece()  # whoever tries again is alive
             time.sleep(pause_s)
 
-        load = partial(self._strategy.load, catalogue, recorded_step, known_step, begin_piece)
+        load = partial(strategy.load, catalogue, recorded_step, known_step, begin_piece)
         return patiently(load, rest)
 
     def _warm_up(self) -> None:
@@ -339,7 +348,9 @@ class Worker:
     def _try_microbatch(self, step: int, *, with_optimizer: bool = False) -> None:
         """Forward and backward of a micro-batch of about the step that the run goes on with (a
         feed has its data at hand), and a step of an unknown optimizer; nothing of it stays."""
-        train_state = self._replica
+        assert self._built is not None
+        workload, strategy = self._built.workload, self._built.strategy
+        train_state = strategy.train_state
 
         @cache
         def fetched() -> Any:
@@ -349,10 +360,10 @@ class Worker:
             return to_device(deepcopy(fetched()), self._device)
 
         def loss(batch: Any) -> Any:
-            return self._workload.loss(train_state.model, batch)
+            return workload.loss(train_state.model, batch)
 
         examine = partial(self._examine, loss, batch, has_the_say=with_optimizer)
-        if not self._strategy.is_runnable:
+        if not strategy.is_runnable:
             examine()
             return
         fetched()
@@ -365,7 +376,7 @@ class Worker:
                 total.backward()
             examine()
             if with_optimizer:
-                try_optimizer(self._workload, self._spec, train_state)
+                try_optimizer(workload, self._spec, train_state)
         except WrongInput:
             raise
         except Exception as error:
@@ -375,22 +386,24 @@ class Worker:
         finally:
             train_state.drop_gradients()
             train_state.buffers.restore_all()
-            self._strategy.reset()
-            if self._session is not None:
-                self._session.forget_logged()
+            strategy.reset()
+            self._built.session.forget_logged()
 
     def _examine(
         self, loss: Callable[[Any], Any], batch: Callable[[], Any], *, has_the_say: bool
     ) -> None:
         """has_the_say: what is found wrong ends the run. Of a newcomer it does not: the others have
         found what it could not."""
+        assert self._built is not None
+        strategy = self._built.strategy
         wrong = nullcontext() if has_the_say else suppress(Exception)
         # A loop of the user's own may look at micro-batches as the loss does.
-        with wrong, self._replica.casting.applied():
-            self._strategy.examine(loss, batch, is_seen=fit not in self._again.args)
+        with wrong, strategy.train_state.casting.applied():
+            strategy.examine(loss, batch, is_seen=self._built.loop is not fit)
 
     def _log_to(self, place: str) -> None:
-        self._saver.open(place)
+        assert self._built is not None
+        self._built.saver.open(place)
         folder = patiently(partial(reach_folder, place)).local
         if folder is not None and not (folder / "config.json").exists():
             raise UnfitNode(
@@ -412,7 +425,7 @@ class Worker:
     def _finish(self, member: Member, place: str | None) -> str:
         """The hash of the final weights."""
         self._keep_log()
-        return self._strategy.weights_sha256(member.say_still_hashing)
+        return member.strategy.weights_sha256(member.say_still_hashing)
 
     def _rest(self) -> None:
         """Wait to be ended: the controller tells the link to leave, which ends the process.
@@ -420,33 +433,38 @@ class Worker:
         Until then a member may be lost, and the others write the final state once more; where it
         is sharded they form a generation for that.
         """
-        assert self._member is not None
+        built = self._built
+        assert built is not None
         while True:
             with suppress(RunEnded):
-                self._member.wait_for_generation()
-                self._again()
+                built.member.wait_for_generation()
+                self._loop(built)
+
+    @property
+    def rank(self) -> int | None:
+        """In the newest generation that it was told of; None before the first one."""
+        return self._built.member.rank if self._built is not None and self._has_begun else None
 
     @property
     def _has_begun(self) -> bool:
         """A step may have been committed since this worker's first generation."""
-        return self._session is not None and self._member is not None and self._member.has_joined
+        return self._built is not None and self._built.member.has_joined
 
     def _describe(self, error: Exception) -> str:
         """What went wrong, in which step and micro-batch, and the user's own traceback. Who says
         it is added by who hears it."""
-        where = "before its first step"
-        if self._has_begun:
-            assert self._member is not None
-            assert self._session is not None
-            step = self._session.attempted_step
-            where = f"in step {step}" if step is not None else f"after step {self._replica.step}"
-            where = f"rank {self._member.rank} {where}"
-            where += place_in_stream(self._session.attempt, self._spec)
+        where, built = "before its first step", self._built
+        if self._has_begun and built is not None:
+            member, session = built.member, built.session
+            step = session.attempted_step
+            where = f"in step {step}" if step is not None else f"after step {member.step}"
+            where = f"rank {member.rank} {where}"
+            where += place_in_stream(session.attempt, self._spec)
         is_users_own = isinstance(error, UserError)
         is_ours = isinstance(error, WrongInput)
         what = error.message if is_users_own else str(error) if is_ours else in_words(error)
-        if self._has_begun and self._session is not None and self._member is not None:
-            what += advice(error, self._member.world_size, self._session.fitted_over)
+        if self._has_begun and built is not None:
+            what += advice(error, built.member.world_size, built.session.fitted_over)
         return (
             f"{where}: {what}\n{error.traceback_text if is_users_own else traceback.format_exc()}"
         )

@@ -1,7 +1,7 @@
-"""Faults put into a live run: watches its directory, waits for each strike, sends the signals.
+"""Faults put into a live run: watches its directory, waits for each strike, carries it out.
 
-Which strikes there are is plan.py's, what they cost is report.py's. Nothing here asks the run's own
-processes for anything.
+Which strikes there are is plan.py's, what lasts of them is lasting.py's, what they cost is
+report.py's. Nothing here asks the run's own processes for anything.
 """
 
 import os
@@ -10,15 +10,17 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from elastic.chaos.freezer import Freezer
-from elastic.chaos.plan import Strike, choose
+from elastic.chaos.lasting import Lasting
+from elastic.chaos.plan import Strike, choose, choose_some, room_text
 from elastic.chaos.record import Done, read_done, write_done
-from elastic.chaos.scenario import After, AtStep, Scenario
+from elastic.chaos.scenario import BOUNDED, OF_NODES, PLACES, After, AtStep, Scenario
+from elastic.chaos.storage_faults import choose_part, flip_bits
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.store.files import Folder, read_json
@@ -30,6 +32,8 @@ STALE_AFTER_S = 20.0
 DRAIN_DEADLINE_S = 30.0
 PATIENCE_S = 5.0
 """How long a strike waits for somebody to hit: status.json follows the journal."""
+TIMED = ("stop", "slow", *BOUNDED)
+"""What a worker may be lost of until it is over; a drain's for_s is a deadline."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 
 Tell = Callable[[str], None]
@@ -59,7 +63,7 @@ class Injector:
         """Workers that the journal has as lost; status.json may still show them."""
         self._began: dict[int, tuple[float, int]] = {}
         """Fault, 0 for the start -> monotonic seconds and committed steps when it happened."""
-        self._freezer = Freezer(self._signal, tell)
+        self._lasting = Lasting(folder, self._signal, address, tell)
         self._due_since: dict[Strike, float] = {}
 
     def run(self) -> None:
@@ -81,16 +85,20 @@ class Injector:
                     if rows or now > since + PATIENCE_S:
                         self._waiting.remove(strike)
                         self._strike(strike, rows)
-                self._freezer.look(now)
+                self._lasting.look(now)
+                self._take_room(now)
                 time.sleep(LOOK_EVERY_S)
         finally:
-            self._freezer.look(inf)
+            self._lasting.end()
+            self._save()
         for strike in self._waiting:
             self._tell(f"not reached before the run ended: {strike}")
 
     def _is_over(self) -> bool:
         if self._folder.exists("result.json"):
             return True
+        if self._lasting.ballast.is_there:  # nobody can write its status
+            return False
         changed = self._folder.modified("status.json")
         return changed is not None and time.time() - changed > STALE_AFTER_S
 
@@ -122,13 +130,13 @@ class Injector:
     def _strike(self, strike: Strike, rows: list[dict[str, Any]]) -> None:
         if not rows:
             self._record(strike, {}, f"nobody to hit: there is no {strike.spec.whom} now")
-        drained: dict[str, float] = {}  # node -> when: its workers get the notice together
+        nodes: dict[str, float] = {}  # node -> when: it hits all workers there together
         for row in rows:
             try:
-                at = drained.get(row.get("node_id", ""))
+                at = nodes.get(row.get("node_id", ""))
                 at = self._hit(strike, row) if at is None else at
-                if strike.spec.what == "drain":
-                    drained[row["node_id"]] = at
+                if strike.spec.what in OF_NODES:
+                    nodes[row["node_id"]] = at
                 self._record(strike, row, "", at)
             except (OSError, WrongInput) as error:
                 self._record(strike, row, str(error))
@@ -136,35 +144,68 @@ class Injector:
         self._began.setdefault(strike.fault, (time.monotonic(), self._step()))
 
     def _victims(self, strike: Strike) -> list[dict[str, Any]]:
-        dice = random.Random(f"{self._scenario.seed}:{strike.fault}:{strike.number}")
         whom = strike.spec.whom
+        if strike.spec.what in PLACES:
+            return self._place(strike)
         if whom.kind == "controller":
             return [self._status["controller"]]
         if whom.kind == "driver":
             return [{"pid": self._driver_pid, "node_ip": None}] if self._driver_pid else []
         there = [row for row in self._status["workers"] if row["id"] not in self._lost]
-        return choose(whom, strike.num_victims, there, dice)
+        return choose(whom, strike.num_victims, there, self._dice(strike))
+
+    def _place(self, strike: Strike) -> list[dict[str, Any]]:
+        """What is hit that is no process, by its name; nothing if it is not there."""
+        match strike.spec.what:
+            case "corrupt":
+                name = choose_part(self._folder, self._dice(strike))
+            case "capacity":
+                name = room_text(strike.room)
+            case _:
+                name = str(self._folder)
+        return [{"name": name}] if name else []
+
+    def _dice(self, strike: Strike) -> random.Random:
+        return random.Random(f"{self._scenario.seed}:{strike.fault}:{strike.number}")
+
+    def _take_room(self, now: float) -> None:
+        """Kill the workers for which the last strike on the capacity has left no room."""
+        strike = self._lasting.room_strike
+        if strike is None:
+            return
+        rows = [*self._status.get("workers", []), *self._status.get("standby", [])]
+        placed = [row for row in rows if row["pid"] and row["id"] not in self._lost]
+        num_excess = self._lasting.capacity.num_excess(len(placed), now)
+        dice = random.Random(f"{self._scenario.seed}:{strike.fault}:{strike.number}:{now}")
+        for row in choose_some(placed, num_excess, dice):
+            try:
+                self._record(strike, row, "", self._signal(row, signal.SIGKILL))
+            except (OSError, WrongInput) as error:
+                self._record(strike, row, str(error))
 
     def _hit(self, strike: Strike, row: dict[str, Any]) -> float:
         """Do it; the Unix time just before, on the process's node."""
-        spec = strike.spec
-        if spec.what == "drain":
-            from elastic.on_ray.driver import remote_faults
-
-            remote_faults.join(self._address)
-            at = time.time()
-            remote_faults.drain(row["node_id"], spec.for_s or DRAIN_DEADLINE_S)
-            return at
-        until = inf if spec.for_s is None else time.monotonic() + spec.for_s
-        if spec.what == "slow":
-            if row["pid"] != self._driver_pid and not is_here(row["node_ip"]):
-                raise WrongInput(f"slow needs the process here; it is on {row['node_ip']}")
-            at = time.time()
-            self._freezer.slow(row, spec.slower, until)
-            return at
-        at = self._signal(row, SIGNALS[spec.what])
-        if spec.what == "stop":
-            self._freezer.hold(row, until)
+        spec, now, at = strike.spec, time.monotonic(), time.time()
+        until = inf if spec.for_s is None else now + spec.for_s
+        match spec.what:
+            case "kill" | "term" | "stop":
+                at = self._signal(row, SIGNALS[spec.what])
+                if spec.what == "stop":
+                    self._lasting.freezer.hold(row, until)
+            case "slow":
+                if row["pid"] != self._driver_pid and not is_here(row["node_ip"]):
+                    raise WrongInput(f"slow needs the process here; it is on {row['node_ip']}")
+                self._lasting.freezer.slow(row, spec.slower, until)
+            case "drain":
+                self._lasting.drain(row["node_id"], spec.for_s or DRAIN_DEADLINE_S)
+            case "cut" | "lossy":
+                at = self._lasting.lose_packets(row["node_id"], spec, until)
+            case "corrupt":
+                flip_bits(self._folder, row["name"], self._dice(strike))
+            case "fill":
+                self._lasting.ballast.fill(self._folder, spec.at_most_gb, now, until)
+            case "capacity":
+                self._lasting.make_room(strike, self._status, now)
         return at
 
     def _signal(self, row: dict[str, Any], number: signal.Signals) -> float:
@@ -188,20 +229,27 @@ class Injector:
         done = Done(
             strike=f"{strike.fault}.{strike.number}",
             what=strike.spec.what,
-            whom=str(strike.spec.whom),
+            whom=str(row.get("name") or strike.spec.whom),
             at=time.time() if at is None else at,
             step=self._step(),
             generation=int(self._status.get("generation", 0)),
             phase=str(self._status.get("phase", "")),
             scenario=self._scenario.name,
             note=note,
-            for_s=strike.spec.for_s if strike.spec.what in ("stop", "slow") else None,
+            for_s=strike.spec.for_s if strike.spec.what in TIMED else None,
         )
         known = {k: row.get(k) for k in ("rank", "node_ip", "pid")}
         self.done.append(replace(done, worker=row.get("id"), **known))
-        write_done(self._folder, self.done)
-        hit = f"pid {row['pid']} {row.get('id') or strike.spec.whom}" if row else "nobody"
+        self._save()
+        hit = row.get("name") or "nobody"
+        if "pid" in row:
+            hit = f"pid {row['pid']} {row.get('id') or strike.spec.whom}"
         self._tell(f"step {done.step}: {strike.spec.what} {hit}{note and f', but {note}'}")
+
+    def _save(self) -> None:
+        """What a full disk does not take is written at the end."""
+        with suppress(OSError):
+            write_done(self._folder, self.done)
 
 
 def event_in(line: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Done:
     """Position of the fault in its scenario, and of the strike in the fault: "2.1"."""
     what: str
     whom: str
+    """A file, a folder or the room that was left, where no process was hit."""
     at: float
     step: int
     """Committed steps by then."""
@@ -39,7 +40,8 @@ class Done:
     note: str = ""
     """Why nothing happened; empty: it did."""
     for_s: float | None = None
-    """How long a process was stopped for; None: for good, or it was neither a stop nor slow."""
+    """How long it lasted: a stop, a slow process, a lost link or a full disk; None: for good, or it
+    was a moment's."""
 
 
 def write_done(folder: Folder, done: list[Done]) -> None:

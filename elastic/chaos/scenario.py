@@ -9,35 +9,61 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from elastic.chaos.text import is_file, one_line, read_text, shown
-from elastic.chaos.traces import Drop, read_trace
+from elastic.chaos.traces import Drop, Level, read_levels, read_trace
 from elastic.protocol.errors import WrongInput
 
 SHIPPED = Path(__file__).parent / "scenarios"
 TRACES = Path(__file__).parent / "traces"
 
-What = Literal["kill", "stop", "slow", "term", "drain"]
+What = Literal[
+    "kill", "stop", "slow", "term", "drain", "cut", "lossy", "corrupt", "fill", "capacity"
+]
 WHATS: dict[str, str] = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP, and SIGCONT after for_s if given",
     "slow": "SIGSTOP for a part of every 0.1 s: all takes `slower` times as long, for_s seconds",
     "term": "SIGTERM, as a spot notice does",
     "drain": "a drain notice for the node in Ray, with a deadline of for_s seconds",
+    "cut": "no packet passes between the node and the cluster's others, for_s seconds",
+    "lossy": "the part `loss` of these packets is lost, for_s seconds",
+    "corrupt": "bits flip in a file of the newest checkpoint",
+    "fill": "a file takes all room of the run's disk, for_s seconds",
+    "capacity": "a trace's machines: slots that it lacks are taken from the run, and given back",
 }
+LASTING = ("stop", "slow", "drain", "cut", "lossy", "fill")
+"""What `for_s` goes with..."""
+BOUNDED = ("cut", "lossy", "fill")
+"""...and what there is not without it: nobody would undo them."""
+OF_NODES = ("drain", "cut", "lossy")
+PLACES: dict[str, Literal["checkpoint", "storage", "cluster"]] = {
+    "corrupt": "checkpoint",
+    "fill": "storage",
+    "capacity": "cluster",
+}
+"""What hits no process but this."""
 PHASES = ("waiting", "forming", "running", "pausing", "suspending", "ending")
 """The phases of journal.jsonl during which something can be done to a run."""
 MAX_DEPTH = 16
 """Of lists and mappings in each other; a scenario has four."""
 MAX_WHOLE = 2**63 - 1
 MAX_SLOWER = 10.0
+MAX_FILL_GB = 64.0
 MIN_NUMBER, MAX_NUMBER = 1e-9, 1e9
 """In seconds: up to thirty years."""
+OPTIONS: dict[str, tuple[What, float, float, str]] = {
+    "slower": ("slow", 1.0, MAX_SLOWER, "how many times as long everything takes"),
+    "loss": ("lossy", 0.0, 1.0, "the part of the packets that is lost"),
+    "at_most_gb": ("fill", 0.0, MAX_FILL_GB, "a disk with more room is left alone"),
+}
+"""Field -> the fault that it belongs to, what it must be above, what it is at most, its meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whom:
-    """`rank` (-1: a random one), all on the `node_of` such a rank, the controller, the driver."""
+    """`rank` (-1: a random one), all on the `node_of` such a rank, the controller, the driver; or
+    no process (PLACES)."""
 
-    kind: Literal["rank", "node_of", "controller", "driver"]
+    kind: Literal["rank", "node_of", "controller", "driver", "checkpoint", "storage", "cluster"]
     rank: int = -1
 
     def __str__(self) -> str:
@@ -83,11 +109,13 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The losses of an availability trace, `faster` times as fast, as parts of the run's size."""
+    """An availability trace, `faster` times as fast: its losses, as parts of the run's size; or,
+    for capacity, what there is."""
 
     name: str
     faster: float
-    drops: tuple[Drop, ...]
+    drops: tuple[Drop, ...] = ()
+    levels: tuple[Level, ...] = ()
 
 
 When = After | AtStep | InPhase | Every | Rate | Trace
@@ -101,6 +129,10 @@ class Fault:
     for_s: float | None = None
     slower: float = 2.0
     """Of slow: how many times as long everything takes."""
+    loss: float = 0.1
+    """Of lossy: the part of the packets that is lost."""
+    at_most_gb: float = 1.0
+    """Of fill: a disk with more room (GB) is left alone."""
     after_fault: int = 0
     """Position in the scenario, from 1, of the fault that must have happened first; 0: none."""
 
@@ -173,29 +205,61 @@ def parse_scenario(values: object, place: str, folder: Path) -> Scenario:
 
 
 def parse_fault(values: object, place: str, number: int, folder: Path) -> Fault:
-    fields = mapping(values, place, {"what", "whom", "when", "for_s", "slower"})
+    keys = {"what", "whom", "when", "for_s", *OPTIONS}
+    fields = mapping(values, place, keys)
     what: object = fields.get("what")
     if what not in get_args(What):
         known = ", ".join(get_args(What))
         raise WrongInput(f"{place}: what is {shown(what)}, must be one of {known}")
     for_s = number_of(fields["for_s"], f"{place}: for_s") if "for_s" in fields else None
-    if for_s is not None and what not in ("stop", "slow", "drain"):
-        raise WrongInput(f"{place}: for_s goes with stop, slow and drain, not with {what}")
-    if "slower" in fields and what != "slow":
-        raise WrongInput(f"{place}: slower goes with slow, not with {what}")
-    slower = number_of(fields.get("slower", 2.0), f"{place}: slower")
-    if not 1 < slower <= MAX_SLOWER:
+    if for_s is not None and what not in LASTING:
+        listed = f"{', '.join(LASTING[:-1])} and {LASTING[-1]}"
+        raise WrongInput(f"{place}: for_s goes with {listed}, not with {what}")
+    if for_s is None and what in BOUNDED:
+        raise WrongInput(f"{place}: {what} needs for_s: the seconds until it is undone")
+    options = parse_options(cast(What, what), fields, place)
+    whom = parse_whom_of(cast(What, what), fields.get("whom"), place)
+    is_capacity = what == "capacity"
+    when, after_fault = parse_when(
+        fields.get("when"), f"{place}: when", number, folder, has_gains=is_capacity
+    )
+    if is_capacity and not isinstance(when, Trace):
+        raise WrongInput(f"{place}: capacity follows a trace: write when: {{trace: NAME}}")
+    return Fault(cast(What, what), whom, when, for_s, after_fault=after_fault, **options)
+
+
+def parse_options(what: What, fields: dict[str, object], place: str) -> dict[str, float]:
+    """What says how strong the fault is, as far as it is given."""
+    options: dict[str, float] = {}
+    for name, (of, above, most, meaning) in OPTIONS.items():
+        if name not in fields:
+            continue
+        if what != of:
+            raise WrongInput(f"{place}: {name} goes with {of}, not with {what}")
+        options[name] = number_of(fields[name], f"{place}: {name}")
+        if not above < options[name] <= most:
+            raise WrongInput(
+                f"{place}: {name} is {options[name]:g}, must be above {above:g}, and at most "
+                f"{most:g}: {meaning}"
+            )
+    return options
+
+
+def parse_whom_of(what: What, value: object, place: str) -> Whom:
+    """Whom a fault of that kind can hit."""
+    if what in PLACES:
+        kind = PLACES[what]
+        if value not in (None, kind):
+            raise WrongInput(f"{place}: {what} hits the {kind}, not {shown(value)}: leave whom out")
+        return Whom(kind)
+    if value is None:
+        value = {"node_of": "random"} if what in ("cut", "lossy") else "random"
+    whom = parse_whom(value, f"{place}: whom")
+    if what in OF_NODES and whom.kind != "node_of":
         raise WrongInput(
-            f"{place}: slower is {slower:g}, must be above 1, and at most {MAX_SLOWER:g}: how many "
-            "times as long everything takes"
+            f"{place}: {what} is of a node: write whom: {{node_of: 0}} or node_of: random"
         )
-    whom = parse_whom(fields.get("whom", "random"), f"{place}: whom")
-    if what == "drain" and whom.kind != "node_of":
-        raise WrongInput(
-            f"{place}: drain is of a node: write whom: {{node_of: 0}} or node_of: random"
-        )
-    when, after_fault = parse_when(fields.get("when"), f"{place}: when", number, folder)
-    return Fault(cast(What, what), whom, when, for_s, slower, after_fault)
+    return whom
 
 
 def parse_whom(value: object, place: str) -> Whom:
@@ -213,7 +277,10 @@ def parse_whom(value: object, place: str) -> Whom:
     return Whom(cast(Any, kind), chosen)
 
 
-def parse_when(value: object, place: str, number: int, folder: Path) -> tuple[When, int]:
+def parse_when(
+    value: object, place: str, number: int, folder: Path, *, has_gains: bool = False
+) -> tuple[When, int]:
+    """has_gains: all of a trace is meant, else its losses."""
     known = {"after_s", "step", "phase", "every_s", "times", "per_minute", "for_s", "trace"}
     fields = mapping(value, place, known | {"faster", "after_fault"})
     after_fault = whole(fields.pop("after_fault", 0), f"{place}: after_fault", at_least=0)
@@ -235,7 +302,10 @@ def parse_when(value: object, place: str, number: int, folder: Path) -> tuple[Wh
         case ["trace"] | ["faster", "trace"]:
             faster = number_of(fields.get("faster", 1.0), f"{place}: faster")
             name = text_of(fields["trace"], f"{place}: trace")
-            return Trace(name, faster, read_trace(find_trace(name, folder, place))), after_fault
+            path = find_trace(name, folder, place)
+            if has_gains:
+                return Trace(name, faster, levels=read_levels(path)), after_fault
+            return Trace(name, faster, read_trace(path)), after_fault
         case found:
             raise WrongInput(
                 f"{place} has {', '.join(found) or 'nothing'}: give one of after_s; step; phase; "

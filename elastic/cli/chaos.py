@@ -16,6 +16,7 @@ from elastic.chaos.page import page
 from elastic.chaos.plan import Strike, make_plan
 from elastic.chaos.report import read_story, report
 from elastic.chaos.scenario import Scenario, read_scenario, shipped_names
+from elastic.chaos.storage_faults import refuse_large_disk
 from elastic.cli.journal import config_of, followed
 from elastic.cli.text import printable
 from elastic.config import as_bounds
@@ -81,7 +82,7 @@ def run(
         return 0
     if wait_s is None and folder.exists("result.json"):  # a run that was waited for may be short
         raise WrongInput(f"{run_dir}: the run has ended; `elastic chaos report` reports on it")
-    refuse_impossible(plan, driver_pid)
+    refuse_impossible(plan, driver_pid, folder, address)
     Injector(folder, chosen, plan, address=address, driver_pid=driver_pid).run()
     return write_report(folder, report_path)
 
@@ -120,9 +121,19 @@ def wait_for_run(folder: Folder, run_dir: str, wait_s: float) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-def refuse_impossible(plan: tuple[Strike, ...], driver_pid: int | None) -> None:
+def refuse_impossible(
+    plan: tuple[Strike, ...], driver_pid: int | None, folder: Folder, address: str | None
+) -> None:
+    """WrongInput before anything is done, rather than a note on each fault behind it."""
     if driver_pid is None and any(strike.spec.whom.kind == "driver" for strike in plan):
         raise WrongInput("the scenario hits the driver: give its --driver-pid")
+    whats = {strike.spec.what for strike in plan}
+    for spec in {strike.spec for strike in plan if strike.spec.what == "fill"}:
+        refuse_large_disk(folder, spec.at_most_gb)
+    if whats & {"cut", "lossy", "capacity"}:
+        from elastic.on_ray.driver import remote_faults
+
+        remote_faults.join(address)
 
 
 def write_report(folder: Folder, report_path: str | None) -> int:

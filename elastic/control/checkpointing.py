@@ -12,7 +12,7 @@ from elastic.control.state import Active, Decision, Ledger, Limits, Running, Sav
 
 def count_from(ledger: Ledger, at: float, limits: Limits) -> Ledger:
     """There is nothing older to lose: the run begins, or its checkpoint is published."""
-    return ledger if limits.save_every_s is None else replace(ledger, saved_at=at)
+    return ledger if limits.save_every_s is None else ledger.with_saves(published_at=at)
 
 
 def ask_to_save(decision: Decision, at: float, limits: Limits) -> Decision:
@@ -20,12 +20,12 @@ def ask_to_save(decision: Decision, at: float, limits: Limits) -> Decision:
     ledger, phase = decision.ledger, decision.phase
     if limits.save_every_s is None or not isinstance(phase, Running):
         return decision
-    since = max(ledger.saved_at, ledger.save_asked_at)
+    since = max(ledger.saves.published_at, ledger.saves.asked_at)
     if at - since < limits.save_every_s or ledger.step >= limits.steps:
         return decision
     command = Checkpoint(phase.membership, ledger.step)
     reason = f"no checkpoint for {limits.save_every_s:g} s: the next step is saved"
-    ledger = replace(ledger, save_asked_at=at)
+    ledger = ledger.with_saves(asked_at=at)
     return Decision(ledger, phase, (*decision.commands, command), decision.reason or reason)
 
 
@@ -35,8 +35,8 @@ def hear_part(ledger: Ledger, phase: Active, event: PartSaved, limits: Limits) -
         discard = Discard(event.generation, event.step)
         return Decision(ledger, phase, (discard,), "a save was overtaken by the next one")
     ledger, dropped = save_of(ledger, event)
-    save = replace(ledger.save, saved=ledger.save.saved.add(event.rank))
-    ledger = replace(ledger, save=save)
+    save = ledger.saves.current
+    ledger = ledger.with_saves(current=replace(save, saved=save.saved.add(event.rank)))
     saved = Decision(ledger, phase, dropped, reason_of(dropped))
     return publish_if_whole(saved, event.at, limits)
 
@@ -44,7 +44,8 @@ def hear_part(ledger: Ledger, phase: Active, event: PartSaved, limits: Limits) -
 def publish_if_whole(decision: Decision, at: float, limits: Limits) -> Decision:
     """All parts are durable, and the step is on record, which may come later: with peer memory, or
     over another connection."""
-    ledger, phase, save = decision.ledger, decision.phase, decision.ledger.save
+    ledger, phase = decision.ledger, decision.phase
+    save = ledger.saves.current
     assert isinstance(phase, Active)
     world_size = phase.membership.world_size
     is_early = save.step > ledger.recorded_step
@@ -52,7 +53,7 @@ def publish_if_whole(decision: Decision, at: float, limits: Limits) -> Decision:
         return decision
     publish = Publish(save.generation, save.step)
     reason = f"all {world_size} parts of the checkpoint of step {save.step} are durable"
-    ledger = count_from(replace(ledger, save=Save()), at, limits)
+    ledger = count_from(ledger.with_saves(current=Save()), at, limits)
     return Decision(ledger, phase, (*decision.commands, publish), reason)
 
 
@@ -61,39 +62,41 @@ def hear_failed_part(ledger: Ledger, phase: Active, event: PartFailed) -> Decisi
     if is_overtaken(ledger, event):
         return Decision(ledger, phase)
     ledger, dropped = save_of(ledger, event)
-    if ledger.save.has_failed:
+    save = ledger.saves.current
+    if save.has_failed:
         return Decision(ledger, phase)
-    save = replace(ledger.save, has_failed=True)
+    ledger = ledger.with_saves(current=replace(save, has_failed=True))
     discard = Discard(save.generation, save.step)
     reason = f"the checkpoint of step {save.step} failed at rank {event.rank}: {event.message}"
-    return Decision(replace(ledger, save=save), phase, (*dropped, discard), reason)
+    return Decision(ledger, phase, (*dropped, discard), reason)
 
 
 def has_failed(ledger: Ledger) -> bool:
     """Of the step where the run stands."""
-    return ledger.save.has_failed and ledger.save.step == ledger.step
+    save = ledger.saves.current
+    return save.has_failed and save.step == ledger.step
 
 
 def is_overtaken(ledger: Ledger, event: PartSaved | PartFailed) -> bool:
     """A faster rank writes the next one already; both at once would never be whole."""
-    save = ledger.save
+    save = ledger.saves.current
     return save.generation == event.generation and event.step < save.step
 
 
 def save_of(ledger: Ledger, event: PartSaved | PartFailed) -> tuple[Ledger, tuple[Command, ...]]:
     """The save that `event` is about; an older one that is not whole is dropped for it."""
-    save = ledger.save
+    save = ledger.saves.current
     if (save.generation, save.step) == (event.generation, event.step):
         return ledger, ()
     ledger, dropped = drop_save(ledger)
-    return replace(ledger, save=Save(event.generation, event.step)), dropped
+    return ledger.with_saves(current=Save(event.generation, event.step)), dropped
 
 
 def drop_save(ledger: Ledger) -> tuple[Ledger, tuple[Command, ...]]:
     """The generation that was writing is over."""
-    save = ledger.save
+    save = ledger.saves.current
     discard = (Discard(save.generation, save.step),) if save.generation else ()
-    return replace(ledger, save=Save()), () if save.has_failed else discard
+    return ledger.with_saves(current=Save()), () if save.has_failed else discard
 
 
 def reason_of(dropped: tuple[Command, ...]) -> str:

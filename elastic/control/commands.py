@@ -6,7 +6,6 @@ What happened, and what is known, is in state.py.
 from dataclasses import dataclass
 
 from elastic.protocol.membership import Membership
-from elastic.protocol.messages import to_worker as t
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +124,3 @@ Command = (
     | Publish
     | Discard
 )
-
-
-def interruption(
-    command: Pause | Checkpoint | Keep | Abort | Recall, rank: int, *, is_unheard: bool
-) -> t.OfGeneration:
-    """What `rank` is told. is_unheard: members may not have heard of the generation yet; to them
-    an Abort would mean nothing."""
-    generation, world_size = command.membership.generation, command.membership.world_size
-    match command:
-        case Pause():
-            return t.Pause(generation, rank, world_size)
-        case Keep():
-            return t.Keep(generation, rank, world_size)
-        case Checkpoint(step=step):
-            return t.Checkpoint(generation, rank, world_size, step)
-        case Abort() if not is_unheard:
-            return t.Abort(generation, rank, world_size)
-        case Abort() | Recall():
-            return t.Recall(generation, rank, world_size)

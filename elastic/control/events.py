@@ -1,14 +1,12 @@
 """Events of the controller: what happened. `generation` is present iff a member says it.
 
-`event_of` makes them of what members report.
+translation.py makes them of what members report.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from elastic.control.detection.patience import Place
 from elastic.control.standing import Standing
-from elastic.protocol.messages import to_controller as r
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,65 +284,3 @@ Event = (
     | Report
     | Tick
 )
-
-Eventful: TypeAlias = (
-    r.Synced
-    | r.SyncFailed
-    | r.DrainNotice
-    | r.Connected
-    | r.Joined
-    | r.Paused
-    | r.Kept
-    | r.Suspended
-    | r.CollectiveFailed
-    | r.Done
-    | r.Ended
-    | r.PartSaved
-    | r.PartFailed
-    | r.StillSaving
-)
-
-
-def event_of(worker: int, report: Eventful, at: float) -> Event:  # noqa: C901
-    match report:
-        case r.Synced():
-            return Synced(worker, at)
-        case r.SyncFailed(reason):
-            return SyncFailed(worker, reason, at)
-        case r.DrainNotice(cause, notice_s):
-            return DrainNotice(worker, cause, at + notice_s, at)
-        case r.Connected(generation, rank):
-            return Connected(generation, rank, at)
-        case r.Joined(generation, rank, state_s, step):
-            return Joined(generation, rank, state_s, at, step)
-        case r.Paused(generation, rank, step, origin):
-            return Paused(generation, rank, step, at, origin)
-        case r.Kept(generation, rank):
-            return Kept(generation, rank, at)
-        case r.Suspended() as said:
-            return Suspended(
-                generation=said.generation,
-                rank=said.rank,
-                step=said.step,
-                is_prepared=said.prepared_by > 0,
-                is_between_steps=said.is_between_steps,
-                at=at,
-                origin=said.origin,
-                prepared_by=said.prepared_by,
-                is_copied=said.is_copied,
-                has_vote=said.vote is not None,
-            )
-        case r.CollectiveFailed(generation, rank, message, is_refused, is_explained):
-            return CollectiveFailed(
-                generation, rank, message, at, is_stall=is_explained, is_refused=is_refused
-            )
-        case r.Done(generation, rank, step, origin):
-            return Done(generation, rank, step, at, origin)
-        case r.Ended(generation, rank, weights_sha256):
-            return Ended(generation, rank, weights_sha256, at)
-        case r.PartSaved(generation, rank, step):
-            return PartSaved(generation, rank, step, at)
-        case r.PartFailed(generation, rank, step, message):
-            return PartFailed(generation, rank, step, message, at)
-        case r.StillSaving(generation, rank):
-            return StillSaving(generation, rank, at)

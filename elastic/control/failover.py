@@ -74,14 +74,13 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
             ledger,
             standbys=ledger.standbys | older,
             outdated=older,
-            save=Save(),  # every rank says again what it has saved
-        )
+        ).with_saves(current=Save())  # every rank says again what it has saved
         reason = f"{found}, generation {membership.generation} is at work"
         return explain(reason, with_staff(Decision(ledger, running), event.at, limits))
     if holding:
         return recall(beyond, holding, found)
-    stillborn = ledger.stillborn if isinstance(phase, Waiting) else 0
-    ledger, dropped = drop_save(replace(beyond, failures=failures, stillborn=stillborn))
+    stillborn = ledger.losses.stillborn if isinstance(phase, Waiting) else 0
+    ledger, dropped = drop_save(beyond.with_losses(failures=failures, stillborn=stillborn))
     why = f"{found}, none holds the state of step {ledger.step}"
     decision = with_staff(Decision(ledger, Waiting(why)), event.at, limits)
     return explain(why, decision)._replace(commands=(*dropped, *decision.commands))
@@ -101,7 +100,7 @@ def with_pool(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
         ledger,
         generation=max([ledger.generation, *(s.generation for s in standings)]),
         next_worker=max(ledger.next_worker, newest + 1),
-        failures=0,
+        losses=replace(ledger.losses, failures=0),
         spawned=who("starting"),
         standbys=who("standby"),
         outdated=NOBODY,
@@ -111,7 +110,7 @@ def with_pool(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
         synced=who("synced"),
         with_state=NOBODY,
         behind=NOBODY,
-        kept_step=-1,  # whether it was published may never have been heard
+        saves=replace(ledger.saves, kept_step=-1),  # its end may never have been heard
         leaving=ledger.leaving & NumberSet.of(s.worker for s in standings),
     )
 
@@ -145,7 +144,7 @@ def failures_of(ledger: Ledger, phase: Phase, standings: tuple[Standing, ...]) -
     missing = (NumberSet.of(members) | ledger.with_state) - NumberSet.of(
         s.worker for s in standings
     )
-    return int(ledger.failures > 0 or bool(missing - ledger.leaving))
+    return int(ledger.losses.failures > 0 or bool(missing - ledger.leaving))
 
 
 def at_work(holding: tuple[Standing, ...]) -> Membership | None:

@@ -78,19 +78,11 @@ def record(ledger: Ledger, step: int) -> Ledger:
 
 
 def commit(ledger: Ledger, step: int, origin: int, *, has_vote: bool) -> Ledger:
-    falls = ledger.falls if step <= ledger.fallen_from else 0
-    costly = forget(ledger.costly, step)
-    return replace(
-        ledger,
-        step=step,
-        origin=origin,
-        has_vote=has_vote,
-        left=NOBODY,
-        failures=0,
-        in_vain=0,
-        falls=falls,
-        costly=costly,
-    )
+    losses = ledger.losses
+    falls = losses.falls if step <= losses.fallen_from else 0
+    costly = forget(losses.costly, step)
+    losses = replace(losses, failures=0, in_vain=0, falls=falls, costly=costly)
+    return replace(ledger, step=step, origin=origin, has_vote=has_vote, left=NOBODY, losses=losses)
 
 
 def is_in_pool(ledger: Ledger, worker: int) -> bool:
@@ -162,12 +154,12 @@ def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
 
     Survivors heal first: a process that starts would take their cores until the next commit.
     """
-    ledger, phase = decision.ledger, decision.phase
-    is_healing = ledger.failures > 0 and not isinstance(phase, Waiting)
-    if ledger.stop or is_healing or at < ledger.respawn_at:
+    ledger, phase, losses = decision.ledger, decision.phase, decision.ledger.losses
+    is_healing = losses.failures > 0 and not isinstance(phase, Waiting)
+    if ledger.stop or is_healing or at < losses.respawn_at:
         return decision
     alive = sum(map(len, pool_sets(ledger))) + num_members(phase) - len(ledger.leaving)
-    barred = ledger.barred if at < ledger.barred_until else 0
+    barred = losses.barred if at < losses.barred_until else 0
     missing = limits.max_workers + limits.standby - alive - barred
     if missing <= 0:
         return decision

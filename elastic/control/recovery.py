@@ -44,8 +44,8 @@ MAX_IN_VAIN = 8
 # --- losses -------------------------------------------------------------------
 def count_losses(ledger: Ledger, lost: NumberSet) -> Ledger:
     """Against the budget; whoever went after a notice does not count."""
-    failures = ledger.failures + len(lost - ledger.leaving)
-    return replace(ledger, failures=failures, leaving=ledger.leaving - lost)
+    failures = ledger.losses.failures + len(lost - ledger.leaving)
+    return replace(ledger.with_losses(failures=failures), leaving=ledger.leaving - lost)
 
 
 def lose_member(
@@ -56,16 +56,8 @@ def lose_member(
 ) -> Decision:
     """Of a generation that is at its end only where the state is sharded: the others get the lost
     rows, and end again."""
-    ledger = count_losses(ledger, NumberSet.of((event.worker,)))
-    if event.cause in BARRING:
-        barred = ledger.barred + 1 if event.at < ledger.barred_until else 1
-        ledger = replace(ledger, barred=barred, barred_until=event.at + MAX_BACKOFF_S)
-    if event.slow_in is not None:
-        costly = remember(ledger.costly, event.slow_in, event.worker)
-        ledger = replace(ledger, costly=costly)
-    if isinstance(phase, Forming) and event.worker in phase.newcomers:  # its state may be too large
-        ledger = back_off(ledger, event.at)
     lost = NumberSet.of((event.worker,))
+    ledger = remember_place(count_losses(ledger, lost), phase, event)
     if isinstance(phase, Suspending):
         phase = without_answer(phase, phase.membership.rank_of(event.worker))
         suspending = replace(phase, lost=phase.lost | lost, deadline=None, is_overdue=False)
@@ -75,18 +67,32 @@ def lose_member(
             phase.membership, lost, None, was_forming=isinstance(phase, Forming)
         )
         commands = (Abort(phase.membership),)
-    if ledger.failures > limits.max_failures:
+    if ledger.losses.failures > limits.max_failures:
         return spend_budget(ledger, suspending, told(event) + toll(ledger, event), limits)
     reason = (
         f"{worker_name(event.worker)} lost ({told(event)}), {num_members(suspending)} of "
         f"{phase.membership.world_size} left, min {limits.min_workers}, "
-        f"budget {ledger.failures}/{limits.max_failures}"
+        f"budget {ledger.losses.failures}/{limits.max_failures}"
     )
     if event.slow_in is not None:
         reason += f"{toll(ledger, event)}: the next one there has {limits.cold_patience_s:g} s"
     called = call_standbys(ledger, suspending, event.at, limits)
     called = called._replace(commands=(*commands, *called.commands))
     return settle(explain(reason, called), event.at, limits)
+
+
+def remember_place(ledger: Ledger, phase: Phase, event: WorkerLost) -> Ledger:
+    """Where another worker might be lost in the same way: on that machine, in that part of a step,
+    or with a state that is too large for a newcomer."""
+    if event.cause in BARRING:
+        barred = ledger.losses.barred + 1 if event.at < ledger.losses.barred_until else 1
+        ledger = ledger.with_losses(barred=barred, barred_until=event.at + MAX_BACKOFF_S)
+    if event.slow_in is not None:
+        costly = remember(ledger.losses.costly, event.slow_in, event.worker)
+        ledger = ledger.with_losses(costly=costly)
+    if isinstance(phase, Forming) and event.worker in phase.newcomers:
+        ledger = back_off(ledger, event.at)
+    return ledger
 
 
 def call_standbys(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:
@@ -110,7 +116,8 @@ def toll(ledger: Ledger, event: WorkerLost) -> str:
     """Whom the place has cost where the worker was lost; empty if that is not why."""
     if event.slow_in is None:
         return ""
-    return f"; {event.slow_in} took the life of {names(lost_at(ledger.costly, event.slow_in))}"
+    lost = lost_at(ledger.losses.costly, event.slow_in)
+    return f"; {event.slow_in} took the life of {names(lost)}"
 
 
 def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
@@ -123,7 +130,8 @@ def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limit
     if had_notice:
         reason = f"{worker_name(event.worker)} is gone ({event.cause}), as it had said"
         return explain(reason, top_up(staff(ledger, phase, event.at, limits), event.at, limits))
-    ledger, stillborn = back_off(ledger, event.at), ledger.stillborn + 1
+    ledger = back_off(ledger, event.at)
+    stillborn = ledger.losses.stillborn
     reason = (
         f"{worker_name(event.worker)} lost ({told(event)}) before it took part, "
         f"number {stillborn} in a row, next spawn in {back_off_s(stillborn):g} s"
@@ -139,8 +147,8 @@ def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limit
 
 def back_off(ledger: Ledger, at: float) -> Ledger:
     """A worker has failed before it took part, and so may the next one."""
-    stillborn = ledger.stillborn + 1
-    return replace(ledger, stillborn=stillborn, respawn_at=at + back_off_s(stillborn))
+    stillborn = ledger.losses.stillborn + 1
+    return ledger.with_losses(stillborn=stillborn, respawn_at=at + back_off_s(stillborn))
 
 
 def back_off_s(stillborn: int) -> float:
@@ -149,13 +157,13 @@ def back_off_s(stillborn: int) -> float:
 
 def lose_state(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
     """A waiting run lost one of those who hold its state."""
-    if ledger.failures > limits.max_failures:
+    if ledger.losses.failures > limits.max_failures:
         why = budget_reason(ledger, NumberSet.of((event.worker,)), told(event), limits)
         return finish(ledger, phase, "failed", why)
     reason = (
         f"{worker_name(event.worker)} lost ({told(event)}) while waiting, "
         f"{len(ledger.with_state)} left who hold step {ledger.step}, "
-        f"budget {ledger.failures}/{limits.max_failures}"
+        f"budget {ledger.losses.failures}/{limits.max_failures}"
     )
     return explain(reason, top_up(staff(ledger, phase, event.at, limits), event.at, limits))
 
@@ -168,7 +176,7 @@ def spend_budget(ledger: Ledger, phase: Suspending, cause: str, limits: Limits) 
 def budget_reason(ledger: Ledger, lost: NumberSet, cause: str, limits: Limits) -> str:
     who = f"{names(lost)} lost ({cause})" if lost else cause
     return (
-        f"{who}: {ledger.failures} failures since step {ledger.step} was committed, "
+        f"{who}: {ledger.losses.failures} failures since step {ledger.step} was committed, "
         f"max_failures is {limits.max_failures}"
     )
 
@@ -214,11 +222,11 @@ def give_up_stalled(
     ledger: Ledger, phase: Forming | Running | Pausing | Ending, why: str, limits: Limits
 ) -> Decision:
     """The same members try again, as often as workers may be lost without a committed step."""
-    ledger = replace(ledger, failures=ledger.failures + 1)
+    ledger = ledger.with_losses(failures=ledger.losses.failures + 1)
     suspending = Suspending(phase.membership, NOBODY, None, why)
-    if ledger.failures > limits.max_failures:
+    if ledger.losses.failures > limits.max_failures:
         return spend_budget(ledger, suspending, why, limits)
-    reason = f"{why}; budget {ledger.failures}/{limits.max_failures}"
+    reason = f"{why}; budget {ledger.losses.failures}/{limits.max_failures}"
     return Decision(ledger, suspending, (Abort(phase.membership),), reason)
 
 
@@ -246,10 +254,11 @@ def abort_arrival(
 ) -> Decision:
     """A newcomer cannot get the last step, or of a sharded state rows are missing: nobody failed,
     the others form without it, or all begin at the newest checkpoint. Not for ever."""
-    ledger = replace(ledger, in_vain=ledger.in_vain + 1)
-    if ledger.in_vain > MAX_IN_VAIN:
+    in_vain = ledger.losses.in_vain + 1
+    ledger = ledger.with_losses(in_vain=in_vain)
+    if in_vain > MAX_IN_VAIN:
         why = (
-            f"{ledger.in_vain} generations in a row could not get the state of step {ledger.step}, "
+            f"{in_vain} generations in a row could not get the state of step {ledger.step}, "
             f"the last: {worker_name(worker)}: {reason}"
         )
         return finish(ledger, phase, "failed", why)
@@ -273,7 +282,7 @@ def expire(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Deci
     ledger = count_losses(ledger, workers)
     suspending = replace(phase, lost=phase.lost | workers, deadline=None)
     retire = (Retire(tuple(workers)),)
-    if ledger.failures > limits.max_failures:
+    if ledger.losses.failures > limits.max_failures:
         decision = spend_budget(ledger, suspending, phase.complaint, limits)
         return decision._replace(commands=(*retire, *decision.commands))
     reason = f"{phase.complaint}; {names(workers)} did not answer and are given up"
@@ -291,8 +300,8 @@ def try_again(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> D
     has refused surfaces."""
     if phase.is_refused:
         return finish(ledger, phase, "failed", f"no worker is lost, but {phase.complaint}")
-    ledger = replace(ledger, failures=ledger.failures + 1)
-    if ledger.failures > limits.max_failures:
+    ledger = ledger.with_losses(failures=ledger.losses.failures + 1)
+    if ledger.losses.failures > limits.max_failures:
         return spend_budget(ledger, phase, phase.complaint, limits)
     reason = f"no worker is lost, the same ones try again after: {phase.complaint}"
     explained = replace(phase, deadline=None, is_overdue=False)
@@ -398,8 +407,8 @@ def settle(decision: Decision, at: float, limits: Limits) -> Decision:
                 return decision  # the loss may still be reported
             return explain(decision.reason, try_again(ledger, phase, at, limits))
         if said == level(ledger, phase, limits):  # no newcomer without state explains it either
-            ledger = replace(ledger, failures=ledger.failures + 1)
-            if ledger.failures > limits.max_failures:
+            ledger = ledger.with_losses(failures=ledger.losses.failures + 1)
+            if ledger.losses.failures > limits.max_failures:
                 return spend_budget(ledger, phase, phase.complaint, limits)
     next_ = regroup_answered(ledger, phase, at, limits)
     commands = (*decision.commands, *next_.commands)

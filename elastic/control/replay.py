@@ -3,6 +3,7 @@
 Reading the journal's file is not done here (elastic/store).
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -66,10 +67,25 @@ def limits_of(**fields: Any) -> Limits:
     return Limits(**fields)
 
 
+LOSSES = tuple(field.name for field in dataclasses.fields(state.Losses))
+SAVES = {
+    "save": "current",
+    "saved_at": "published_at",
+    "save_asked_at": "asked_at",
+    "kept_step": "kept_step",
+}
+"""What was a field of the ledger, and how it is called now."""
+
+
 def ledger_of(**fields: Any) -> Ledger:
-    """As a journal has it, also one of before `standbys` and `with_state` had these names."""
+    """As a journal has it, also one of before `standbys` and `with_state` had these names, or one
+    with the losses and saves as fields of its own."""
     if "holders" in fields:
         fields["standbys"], fields["with_state"] = fields.pop("ready"), fields.pop("holders")
+    losses = {name: fields.pop(name) for name in LOSSES if name in fields}
+    saves = {new: fields.pop(old) for old, new in SAVES.items() if old in fields}
+    if losses or saves:
+        fields |= {"losses": state.Losses(**losses), "saves": state.Saves(**saves)}
     return Ledger(**fields)
 
 
@@ -84,6 +100,8 @@ _CLASSES = registry(
     Membership,
     Ledger,
     state.Save,
+    state.Saves,
+    state.Losses,
     state.Notice,
     Nodes,
     Parallel,

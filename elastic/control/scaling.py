@@ -64,7 +64,7 @@ def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> 
         limits.parallel, len(ledger.with_state)
     )
     if is_enough or is_complete:  # a complete run only says its hash
-        is_kept = ledger.kept_step == ledger.step
+        is_kept = ledger.saves.kept_step == ledger.step
         members = tuple(ledger.with_state)
         if ledger.behind:  # newcomers enter at the boundary after it
             return form(ledger, members, ledger.behind, at, limits, then_pause=True)
@@ -189,8 +189,9 @@ def regroup(
         return explain(why, form(ledger, staying, rollers, at, limits, with_newcomers=True))
     if ledger.stop:
         return finish(ledger, Waiting(""), "stopped", ledger.stop)
-    ledger = replace(ledger, with_state=NumberSet.of(survivors), behind=rollers, stillborn=0)
-    if survivors and ledger.kept_step == ledger.step:
+    ledger = replace(ledger, with_state=NumberSet.of(survivors), behind=rollers)
+    ledger = ledger.with_losses(stillborn=0)
+    if survivors and ledger.saves.kept_step == ledger.step:
         why = f"too few stay when {names(leavers_of(ledger, survivors))} leave; step {ledger.step}"
         why += " is saved"
     elif survivors:
@@ -225,7 +226,7 @@ def without_surplus(
 
 def num_usable(ledger: Ledger, survivors: tuple[int, ...]) -> int:
     """How many could be members of the next generation."""
-    num_leavers = len(leavers_of(ledger, survivors)) if ledger.kept_step == ledger.step else 0
+    num_leavers = len(leavers_of(ledger, survivors)) if ledger.saves.kept_step == ledger.step else 0
     return len(survivors) - num_leavers + len(arrivals(ledger))
 
 
@@ -244,7 +245,7 @@ def must_keep(ledger: Ledger, members: tuple[int, ...], at: float, limits: Limit
     leavers = leavers_of(ledger, members)
     num_staying = len(members) - len(leavers) + len(arrivals(ledger))
     is_leaving = is_due(ledger, leavers, at) or num_staying >= limits.min_workers
-    if not has_time(ledger, leavers, at) or ledger.kept_step == ledger.step:
+    if not has_time(ledger, leavers, at) or ledger.saves.kept_step == ledger.step:
         return False
     return is_leaving and loses_state(ledger, members, limits)
 
@@ -285,22 +286,15 @@ def form(
         with_state=NOBODY,
         behind=NOBODY,
         synced=ledger.synced - NumberSet.of(newcomers),
-        save_asked_at=0.0,
     )
-    ledger, dropped = drop_save(ledger)
+    ledger, dropped = drop_save(ledger.with_saves(asked_at=0.0))
     rollers = rollers & NumberSet.of(survivors)
     roll_forward = tuple(rollers)
     vote_of = next((w for w in survivors if w not in rollers), None) if rollers else None
-    reason = f"generation {membership.generation}: {counted(membership.world_size, 'worker')}"
-    reason += f" at step {ledger.step}"
-    if newcomers:
-        reason += f", new {names(newcomers)}"
-    if rollers:
-        reason += f", {names(rollers)} roll forward"
     if wants_nodes(limits.parallel):
         ledger = replace(ledger, nodes=ledger.nodes.only((*membership.workers, *in_pool(ledger))))
     planned = plan(limits.parallel, membership.workers, ledger.nodes)
-    reason += f"; {planned.note}" if planned.note else ""
+    reason = announced(membership, ledger.step, newcomers, rollers, planned.note)
     command = Form(
         membership, ledger.step, roll_forward, vote_of, then_pause, planned.order, ledger.origin
     )
@@ -309,10 +303,20 @@ def form(
     return top_up(Decision(ledger, forming, (*dropped, command), reason), at, limits)
 
 
+def announced(
+    membership: Membership, step: int, newcomers: tuple[int, ...], rollers: NumberSet, note: str
+) -> str:
+    reason = f"generation {membership.generation}: {counted(membership.world_size, 'worker')}"
+    reason += f" at step {step}"
+    reason += f", new {names(newcomers)}" if newcomers else ""
+    reason += f", {names(rollers)} roll forward" if rollers else ""
+    return f"{reason}; {note}" if note else reason
+
+
 def formed(ledger: Ledger, phase: Forming, at: float, limits: Limits) -> Decision:
     """Everybody has joined."""
     if phase.newcomers:
-        ledger = replace(ledger, stillborn=0)
+        ledger = ledger.with_losses(stillborn=0)
     membership = phase.membership
     reason = f"generation {membership.generation} has formed"
     if phase.then_pause:

@@ -3,8 +3,8 @@
 What it tells its shell to do is in commands.py.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 from elastic.control.commands import Command
 from elastic.control.detection.patience import Costly
@@ -71,13 +71,22 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
-    """What outlives a generation. Every live worker is a member or in exactly one of these sets."""
+class Saves:
+    current: Save = Save()
+    published_at: float = 0.0
+    """When the newest checkpoint was, or the run began; with `Limits.save_every_s`."""
+    asked_at: float = 0.0
+    """For one of this generation; 0: not yet."""
+    kept_step: int = -1
+    """Saved for those who leave with a state that nobody else holds: they go no further."""
 
-    generation: int = 0
-    step: int = 0
-    """Committed steps."""
-    failures: int = 0  # members lost since the last committed step
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """What was lost, as far as it counts against a budget or makes the next attempt wait."""
+
+    failures: int = 0
+    """Members lost since the last committed step."""
     falls: int = 0
     """So often the run has gone back to a checkpoint since it had come furthest, to `fallen_from`:
     what crashes everybody in the same step would do so for ever."""
@@ -94,6 +103,21 @@ class Ledger:
     place..."""
     barred_until: float = 0.0
     """...and is not asked for before this time."""
+    costly: tuple[Costly, ...] = ()
+    """Of steps that are not committed: whoever is there has `Limits.cold_patience_s`."""
+
+
+NO_SAVES, NO_LOSSES = Saves(), Losses()
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What outlives a generation. Every live worker is a member or in exactly one of these sets."""
+
+    generation: int = 0
+    step: int = 0
+    """Committed steps."""
+    losses: Losses = NO_LOSSES
     next_worker: int = 0
     stop: str = ""  # why the run was asked to stop; empty: it was not
     spawned: NumberSet = NOBODY  # asked for, not yet started
@@ -112,25 +136,17 @@ class Ledger:
     behind: NumberSet = NOBODY
     """Those of `with_state` one step behind who hold the reduced gradient of `step`: Form rolls
     them forward."""
-    save: Save = Save()
-    saved_at: float = 0.0
-    """When the newest checkpoint was published, or the run began; with `Limits.save_every_s`."""
-    save_asked_at: float = 0.0
-    """Of this generation; 0: it was not."""
+    saves: Saves = NO_SAVES
     leaving: NumberSet = NOBODY
     """Alive, but under a drain notice: the next generation forms without them, if it can."""
     notices: tuple[Notice, ...] = ()
     """One of each that is leaving; that of a worker which has left is dropped with the next."""
-    kept_step: int = -1
-    """Saved for those who leave with a state that nobody else holds: they go no further."""
     is_copy_slow: bool = False
     """A regroup has waited for standbys in vain: none does so again."""
     earlier_generations: int = 0
     """The newest generation of the run's earlier launches: those of this one come after it."""
     nodes: Nodes = NOWHERE
     """Of the live workers that have said it, where the mesh depends on it."""
-    costly: tuple[Costly, ...] = ()
-    """Of steps that are not committed: whoever is there has `Limits.cold_patience_s`."""
     origin: int = 0
     """The generation that computed `step`; 0: none of this run. Where every member holds the whole
     state, only those whose step is of this origin are members of one mesh."""
@@ -144,6 +160,12 @@ class Ledger:
     max_workers: int = 0
     recorded: int = -1
     """The newest step on record, if members hold later ones; -1: `step` is."""
+
+    def with_losses(self, **changes: Any) -> Self:
+        return replace(self, losses=replace(self.losses, **changes))
+
+    def with_saves(self, **changes: Any) -> Self:
+        return replace(self, saves=replace(self.saves, **changes))
 
     @property
     def recorded_step(self) -> int:

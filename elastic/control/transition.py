@@ -122,7 +122,7 @@ IGNORED: dict[tuple[type, type], str] = {
     (Finished, Cancelled): OVER,
     (Finished, Tick): OVER,
 }
-"""Pairs that carry no news, and why. Everything else must have a case in `transition`."""
+"""Pairs that carry no news, and why. Everything else must have a case."""
 
 
 class UnexpectedEvent(Exception):
@@ -144,12 +144,62 @@ def start(limits: Limits, at: float, earlier_generations: int = 0) -> Decision:
     return top_up(Decision(ledger, Waiting("starting"), (Spawn(workers),), reason), at, limits)
 
 
-def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> Decision:  # noqa: C901
+def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> Decision:
+    """The table, by who speaks. Raises UnexpectedEvent."""
     if is_stale(ledger, phase, event) or (type(phase), type(event)) in IGNORED:
         return Decision(ledger, phase)
     limits = in_force(ledger, limits)
+    match event:
+        case WorkerLost() | CollectiveFailed() | Suspended():
+            return hear_loss(ledger, phase, event, limits)
+        case WorkerStarted() | Loaded() | Synced() | SyncFailed():
+            return hear_newcomer(ledger, phase, event, limits)
+        case Connected() | Joined() | Committed() | Paused() | Kept() | Done():
+            return hear_member(ledger, phase, event, limits)
+        case PartSaved() | PartFailed() | StillSaving() | Ended():
+            return hear_saving(ledger, phase, event, limits)
+        case _:
+            return hear_outside(ledger, phase, event, limits)
+
+
+def hear_loss(  # noqa: C901
+    ledger: Ledger, phase: Phase, event: WorkerLost | CollectiveFailed | Suspended, limits: Limits
+) -> Decision:
+    """Of a worker, or of a generation; and what its members answer."""
     match phase, event:
-        # --- workers outside the generation
+        case _, WorkerLost(worker=w) if is_in_pool(ledger, w):
+            without = lose_outsider(ledger, phase, event, limits)
+            if isinstance(without.phase, Suspending):
+                return settle(without, event.at, limits)
+            return without
+        case ((Forming() | Running() | Pausing() | Suspending()), WorkerLost()):
+            return lose_member(ledger, phase, event, limits)
+        case Ending(), WorkerLost() if not limits.is_whole:
+            return lose_member(ledger, phase, event, limits)
+        case Ending(), WorkerLost(worker=w, at=at):
+            return lose_at_end(ledger, phase, w, at, limits)
+        case ((Forming() | Running() | Pausing()), CollectiveFailed()):
+            return suspect_loss(ledger, phase, event, limits)
+        case Ending(), CollectiveFailed() if not limits.is_whole:
+            return suspect_loss(ledger, phase, event, limits)
+        case Ending(), CollectiveFailed():
+            return Decision(ledger, phase)  # every member has left its last step
+        case Suspending(), CollectiveFailed():
+            return hear_complaint(ledger, phase, event, limits)
+        case Suspending(), Suspended():
+            return hear_answer(ledger, phase, event, limits)
+        case _:
+            raise UnexpectedEvent(phase, event)
+
+
+def hear_newcomer(  # noqa: C901
+    ledger: Ledger,
+    phase: Phase,
+    event: WorkerStarted | Loaded | Synced | SyncFailed,
+    limits: Limits,
+) -> Decision:
+    """A worker outside the generation, or one that is let in."""
+    match phase, event:
         case _, WorkerStarted(worker=w, at=at) if w in ledger.spawned:
             ledger = replace(
                 ledger, spawned=ledger.spawned.remove(w), standbys=ledger.standbys.add(w)
@@ -180,38 +230,23 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return Decision(ledger, phase)  # the next Tick finds a source: this one may be dead
         case ((Forming() | Running() | Pausing()), SyncFailed(worker=w, reason=reason)):
             return abort_arrival(ledger, phase, w, reason)
-        # --- losses
-        case _, DrainNotice():
-            return hear_notice(ledger, phase, event, limits)
-        case _, WorkerLost(worker=w) if is_in_pool(ledger, w):
-            without = lose_outsider(ledger, phase, event, limits)
-            if isinstance(without.phase, Suspending):
-                return settle(without, event.at, limits)
-            return without
-        case ((Forming() | Running() | Pausing() | Suspending()), WorkerLost()):
-            return lose_member(ledger, phase, event, limits)
-        case Ending(), WorkerLost() if not limits.is_whole:
-            return lose_member(ledger, phase, event, limits)
-        case Ending(), WorkerLost(worker=w, at=at):
-            return lose_at_end(ledger, phase, w, at, limits)
-        case ((Forming() | Running() | Pausing()), CollectiveFailed()):
-            return suspect_loss(ledger, phase, event, limits)
-        case Ending(), CollectiveFailed() if not limits.is_whole:
-            return suspect_loss(ledger, phase, event, limits)
-        case Ending(), CollectiveFailed():
-            return Decision(ledger, phase)  # every member has left its last step
-        case Suspending(), CollectiveFailed():
-            return hear_complaint(ledger, phase, event, limits)
-        case Suspending(), Ended() if not limits.is_whole:
-            return Decision(ledger, phase)  # said before another was lost: all will say it again
+        case _:
+            raise UnexpectedEvent(phase, event)
+
+
+def hear_member(  # noqa: C901
+    ledger: Ledger,
+    phase: Phase,
+    event: Connected | Joined | Committed | Paused | Kept | Done,
+    limits: Limits,
+) -> Decision:
+    """How far a generation has come."""
+    match phase, event:
         case Suspending(), (Connected(rank=rank) | Joined(rank=rank)):  # before it saw the Abort
             return Decision(ledger, replace(phase, apart=phase.apart.remove(rank)))
-        case Suspending(), Suspended():
-            return hear_answer(ledger, phase, event, limits)
         case Suspending(), Committed(step=step, at=at) as committed:
             ledger = record(learn_step(ledger, committed, limits), step)
             return publish_if_whole(Decision(ledger, phase), at, limits)
-        # --- a generation at work
         case Forming(), Connected(rank=rank):
             return Decision(ledger, replace(phase, connected=phase.connected.add(rank)))
         case Forming(), Joined(rank=rank, step=step, at=at):
@@ -244,11 +279,25 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             if len(kept.kept) < phase.membership.world_size:
                 return Decision(ledger, kept)
             if not has_failed(ledger):
-                ledger = replace(ledger, kept_step=ledger.step)
+                ledger = ledger.with_saves(kept_step=ledger.step)
             return leave_boundary(ledger, kept, at, limits)
         case ((Running() | Pausing()), Done(rank=rank) as left):
             done = replace(phase, done=phase.done.add(rank))
             return left_step(ledger, done, left, limits)
+        case _:
+            raise UnexpectedEvent(phase, event)
+
+
+def hear_saving(
+    ledger: Ledger,
+    phase: Phase,
+    event: PartSaved | PartFailed | StillSaving | Ended,
+    limits: Limits,
+) -> Decision:
+    """What is saved: of a checkpoint, or at the end."""
+    match phase, event:
+        case Suspending(), Ended() if not limits.is_whole:
+            return Decision(ledger, phase)  # said before another was lost: all will say it again
         case Ending(), StillSaving(at=at):
             deadline = max(phase.deadline, at + limits.end_timeout_s)
             return Decision(ledger, replace(phase, deadline=deadline))
@@ -261,7 +310,20 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
                 why = f"the checkpoint of step {step} failed: {message}"
                 return finish(ledger, phase, "failed", why)
             return hear_failed_part(ledger, phase, part)
-        # --- from outside
+        case _:
+            raise UnexpectedEvent(phase, event)
+
+
+def hear_outside(  # noqa: C901
+    ledger: Ledger,
+    phase: Phase,
+    event: Adopted | DrainNotice | StopRequested | Resized | UserFailed | Cancelled | Tick,
+    limits: Limits,
+) -> Decision:
+    """The user, the clock, a node, the controller before this one."""
+    match phase, event:
+        case _, DrainNotice():
+            return hear_notice(ledger, phase, event, limits)
         case _, Adopted() as adopted:
             return adopt(ledger, phase, adopted, limits)
         case Waiting(), StopRequested(reason=reason, at=at):
@@ -324,12 +386,14 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
 
 def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> Decision:
     """The first with the state. Whoever copied from a former one copies again from it."""
-    if event.step < ledger.step and ledger.failures:  # drains alone never count
-        fallen_from = max(ledger.step, ledger.fallen_from) if ledger.falls else ledger.step
-        ledger = replace(ledger, falls=ledger.falls + 1, fallen_from=fallen_from)
-    if ledger.falls > limits.max_failures:
+    losses = ledger.losses
+    if event.step < ledger.step and losses.failures:  # drains alone never count
+        fallen_from = max(ledger.step, losses.fallen_from) if losses.falls else ledger.step
+        losses = replace(losses, falls=losses.falls + 1, fallen_from=fallen_from)
+        ledger = replace(ledger, losses=losses)
+    if losses.falls > limits.max_failures:
         why = (
-            f"{ledger.falls} times since step {ledger.fallen_from} was committed nobody was left "
+            f"{losses.falls} times since step {losses.fallen_from} was committed nobody was left "
             f"who held the state, now back to step {event.step}; max_failures is "
             f"{limits.max_failures}; if the same step ends all workers, their logs tell why"
         )

@@ -5,7 +5,6 @@ never waits for storage. Who writes the parts is workers/checkpoint/saver.py; wh
 elastic/control/checkpointing.py's.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 from elastic.control.commands import Discard, Publish
 from elastic.controller.storage_health import Unpublished
 from elastic.controller.writer import Writer
-from elastic.protocol.manifest import part_from_json
+from elastic.protocol.manifest import SavedPart
 from elastic.protocol.messages.to_controller import PartSaved
 from elastic.store.catalogue import PINNED, Catalogue, Damage, launch_of
 from elastic.store.files import first_line
@@ -25,8 +24,6 @@ from elastic.store.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
-Content = dict[str, Any]
-"""A part as its rank reported it: {"part": ..., "state": JSON or None}."""
 Ask = Callable[[Callable[[], Any]], Any]
 """Gives what the function gives, as `patiently`."""
 
@@ -39,13 +36,13 @@ class Publisher:
         self._writer, self._tell = writer, tell
         self.checkpoints: Checkpoints | None = None
         """Once the run directory is open."""
-        self._parts: dict[tuple[int, int], dict[int, Content]] = {}
-        """Per generation and step, by rank."""
+        self._parts: dict[tuple[int, int], dict[int, bytes]] = {}
+        """Per generation and step, by rank: each a `SavedPart`, packed."""
 
     def hear(self, report: PartSaved) -> None:
         """It may be said again."""
         save = report.generation, report.step
-        self._parts.setdefault(save, {})[report.rank] = json.loads(report.payload)
+        self._parts.setdefault(save, {})[report.rank] = report.payload
 
     def conclude(self, command: Publish | Discard) -> None:
         """Publish a save, or remove what it has written."""
@@ -113,15 +110,18 @@ class Checkpoints:
         """The run has gone back to `step`; no store is asked."""
         self.committed = max((s for s in self._known if 0 < s <= step), default=None)
 
-    def publish(self, generation: int, step: int, contents: list[Content]) -> None:
-        """Raises Unpublished; its files are removed with the next one that is published."""
+    def publish(self, generation: int, step: int, packed: list[bytes]) -> None:
+        """packed: of each rank its `SavedPart`. Raises Unpublished; its files are removed with the
+        next one that is published."""
         began = time.monotonic()
-        parts = [part_from_json(content["part"]) for content in contents]
-        state = next(c["state"] for c in contents if c["state"] is not None)
-        about = {**self._about, PINNED: any(c["is_pinned"] for c in contents)}
+        saved = [SavedPart.unpack(each) for each in packed]
+        state = next(s.state for s in saved if s.state is not None)
+        about = {**self._about, PINNED: any(s.is_pinned for s in saved)}
         try:
             self._directory.sync()  # the records of its steps are not less durable than it is
-            manifest = self._catalogue.publish(step, generation, parts, state, about)
+            manifest = self._catalogue.publish(
+                step, generation, [s.part for s in saved], state, about
+            )
         except OSError as error:
             self._leftovers.add((generation, step))
             raise Unpublished(first_line(error)) from error

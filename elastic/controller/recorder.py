@@ -25,6 +25,7 @@ from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.messages.to_controller import Planned, ScriptLevel
+from elastic.protocol.step_record import StepRecord
 from elastic.store.before import Before, look_at
 from elastic.store.catalogue import Damage
 from elastic.store.files import (
@@ -277,20 +278,23 @@ class Recorder:
         return None if directory is None else self.writer.write(directory.append_logs, texts)
 
     # --- steps --------------------------------------------------------------------------
-    def record_step(self, line: dict[str, Any]) -> None:
+    def record_step(self, step: StepRecord) -> None:
         assert self.directory is not None
+        metrics, samples = step.metrics.to_line(), step.samples.to_line()
         if self.level is not None:
-            line = {**line, "metrics": without(line["metrics"], OF_OPTIMIZER)}
-        self.last_metrics = line["metrics"]
-        self._told_step = max(self._told_step, self.last_metrics["step"])
-        self.writer.write_soon(self._record_step, self.directory, line)
+            metrics = without(metrics, OF_OPTIMIZER)
+        self.last_metrics = metrics
+        self._told_step = max(self._told_step, step.step)
+        self.writer.write_soon(self._record_step, self.directory, metrics, samples)
 
-    def _record_step(self, directory: RunDirectory, line: dict[str, Any]) -> None:
+    def _record_step(
+        self, directory: RunDirectory, metrics: dict[str, Any], samples: dict[str, Any]
+    ) -> None:
         """In the writer's thread. Curves are drawn of what storage does not take, too."""
         try:
-            directory.record_step(line["metrics"], line["samples"])
+            directory.record_step(metrics, samples)
         finally:
-            self._draw(directory, line["metrics"])
+            self._draw(directory, metrics)
 
     def record_anatomy(self, worker: int, rows: tuple[dict[str, Any], ...]) -> None:
         """Where the time of some steps went, on one worker."""

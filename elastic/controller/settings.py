@@ -50,7 +50,6 @@ def worker_spec(
 ) -> WorkerSpec:
     """order: what the driver has submitted (elastic/driver/launch.py). place: the run directory.
     has_formed: others train already; a standby takes a lost one's place, this one the standby's."""
-    timeouts = timeouts_of(config.detect_s)
     return WorkerSpec(
         worker=worker,
         run_id=order["run_id"],
@@ -78,12 +77,7 @@ def worker_spec(
         verify_every=config.faults.verify_every,
         validate=config.faults.validate,
         detect_s=config.detect_s,
-        heartbeat_s=timeouts.heartbeat_s,
-        silence_s=timeouts.silence_s,
-        join_timeout_s=timeouts.join_s,
-        operation_timeout_s=timeouts.operation_s,
-        lease_s=timeouts.lease_s,
-        stall_s=timeouts.stall_s,
+        timeouts=timeouts_of(config.detect_s),
         spot=config.resources.spot,
         is_newcomer=has_formed,
         is_standby=has_formed and config.standby > 0,

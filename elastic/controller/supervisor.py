@@ -169,13 +169,15 @@ class Supervisor:
             self._is_over = True
             self._status_due.set()
         recorder, result = self.record, self._result(finished)
+        failed = self.cluster.failed
         recorder.note("own_s", self.stragglers.own_s)
         await recorder.close(self._status, result)
         return {
             "result": result,
             "reason": finished.reason,
             "wrong_input": self.cluster.wrong_input,
-            "user_error": self.cluster.user_error,
+            "user_error": failed.pickled if failed is not None else b"",
+            "failed_rank": failed.rank if failed is not None else None,
             "is_open": recorder.directory is not None,
             "storage_warning": recorder.writer.warning(recorder.directory, recorder.committed),
         }
@@ -264,7 +266,7 @@ class Supervisor:
 
     def costly(self) -> tuple[Costly, ...]:
         """Where usual times say nothing now, by the ledger."""
-        return self.decision.ledger.costly if self.decision else ()
+        return self.decision.ledger.losses.costly if self.decision else ()
 
     def stage_of(self, worker: int) -> str:
         """A member's place in a pipeline, to be added to why it is lost; empty if it has none."""

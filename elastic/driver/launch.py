@@ -86,14 +86,15 @@ class Result:
 
 
 class RunFailed(RuntimeError):
-    """The run failed. `.result` says how far it came; `__cause__` is the user's exception."""
+    """The run failed. `.result` says how far it came; `__cause__` is the user's exception, and
+    `.rank` that of the worker which raised it (None before its first generation)."""
 
-    def __init__(self, message: str, result: Result) -> None:
+    def __init__(self, message: str, result: Result, rank: int | None = None) -> None:
         super().__init__(message)
-        self.result = result
+        self.result, self.rank = result, rank
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RunFailed, (self.args[0], self.result)
+        return RunFailed, (self.args[0], self.result, self.rank)
 
 
 def run(
@@ -424,7 +425,8 @@ def conclude(answer: dict[str, Any], place: str) -> Result:
         raise WrongInput(answer["wrong_input"])
     result = Result(**answer["result"], run_directory=place if answer["is_open"] else "")
     if result.outcome == "failed":
-        raise RunFailed(answer["reason"], result) from unpickled(answer["user_error"])
+        failed = RunFailed(answer["reason"], result, answer["failed_rank"])
+        raise failed from unpickled(answer["user_error"])
     return result
 
 

@@ -206,21 +206,22 @@ class WorkerActor:
             importing.start()
             importing.join()
         from elastic.on_ray.feed.client import leave_ray, open_feed
-        from workers.worker import Worker
+        from workers.worker import Around, Worker
 
         node_id = ray.get_runtime_context().get_node_id()
         spec = replace(spec, host=this_host(), node=node_id)
-        roles: dict[str, Any] = {
-            "find_controller": partial(find_controller, spec.run_id),
-            "open_feed": partial(open_feed, spec, self._workload),
-            "enter_child": leave_ray,
-            "drain_node": partial(keep_free, node_id),
-        }
+        around = Around(
+            node_id=node_id,
+            find_controller=partial(find_controller, spec.run_id),
+            open_feed=partial(open_feed, spec, self._workload),
+            enter_child=leave_ray,
+            drain_node=partial(keep_free, node_id),
+        )
+        worker = Worker(spec, self._workload, around)
         try:
-            Worker(spec, self._workload, node_id=node_id, **roles).run()
-        except Exception as error:
-            text = in_words(error)
-            raise WorkerFailed(text, pickled(error)) from None  # the controller lacks its class
+            worker.run()
+        except Exception as error:  # the controller lacks its class
+            raise WorkerFailed(in_words(error), pickled(error), worker.rank) from None
 
     def is_free(self) -> bool:
         """Answers once it has a place, and after that once `run` has ended: how a controller that

@@ -22,6 +22,7 @@ from elastic.control import commands as c
 from elastic.control import events as e
 from elastic.control.detection.hang import STOPPED, watch
 from elastic.control.detection.patience import Place
+from elastic.control.translation import Eventful, event_of, interruption
 from elastic.on_ray.background import Background
 from elastic.on_ray.backup.servers import BackupServers
 from elastic.on_ray.backup.status import Protection
@@ -69,8 +70,8 @@ class RayCluster:
     """Unix time that never jumps."""
     workers: dict[int, Slot] = field(default_factory=dict[int, Slot])
     wrong_input: str | None = None
-    user_error: bytes = b""
-    """Pickled; the driver knows its class."""
+    failed: WorkerFailed | None = None
+    """Whose user's code has raised."""
     log_folder: str | None = None
 
     def __post_init__(self, rendezvous: ActorHandle[Any]) -> None:
@@ -141,7 +142,7 @@ class RayCluster:
         if isinstance(command, c.Abort | c.Recall):
             self._untold = None
         for rank, worker in enumerate(membership.workers):
-            self.links.send(worker, c.interruption(command, rank, is_unheard=is_unheard))
+            self.links.send(worker, interruption(command, rank, is_unheard=is_unheard))
         if isinstance(command, c.Abort | c.Recall):
             self.progress.commits.give_up(generation)
             self.stores.open(generation + 1)
@@ -177,7 +178,7 @@ class RayCluster:
         except RayTaskError as error:
             failed = error.cause if isinstance(error.cause, WorkerFailed) else None
             if failed is not None and not self._is_node_s_fault(record):
-                self.user_error = self.user_error or failed.pickled
+                self.failed = self.failed or failed
             why = str(failed or first_line(error.cause or error))
             loop = asyncio.get_running_loop()  # its own report may still be on its way
             loop.call_later(FAILURE_GRACE_S, self.user_failed, worker, why)
@@ -234,8 +235,7 @@ class RayCluster:
         if self._untold is not form:
             return
         store = None
-        timeouts = self._timeouts
-        patience_s = timeouts.join_s - timeouts.confirm_s  # else it is late, which says less
+        patience_s = self._timeouts.join_s - self._timeouts.confirm_s  # else it is only late
         try:
             if form.membership.world_size > 1:
                 store = await self.stores.address(generation, patience_s)
@@ -421,7 +421,7 @@ class RayCluster:
             case _:
                 self._on_event(worker, record, report)
 
-    def _on_event(self, worker: int, record: Slot, report: e.Eventful) -> None:
+    def _on_event(self, worker: int, record: Slot, report: Eventful) -> None:
         """What the decisions learn of."""
         match report:
             case r.Joined():
@@ -434,7 +434,7 @@ class RayCluster:
             case _:
                 pass
         record.state = STATES.get(type(report), record.state)
-        self.say(e.event_of(worker, report, self.now()))
+        self.say(event_of(worker, report, self.now()))
 
     def _on_return(self, worker: int, record: Slot, said: r.Introduction) -> None:
         """Over another connection. What else counts it says again."""

@@ -17,6 +17,7 @@ from elastic.on_ray.backup.servers import BackupServers
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.slots import Slot
 from elastic.protocol.messages.to_controller import PartSaved, Planned, ScriptLevel, ScriptMove
+from elastic.protocol.step_record import StepRecord
 from elastic.store.catalogue import Damage
 
 
@@ -29,7 +30,7 @@ class Record(Protocol):
 
     def roll_back(self, step: int) -> None: ...
 
-    def record_step(self, line: dict[str, Any]) -> None: ...
+    def record_step(self, step: StepRecord) -> None: ...
 
     def record_anatomy(self, worker: int, rows: tuple[dict[str, Any], ...]) -> None: ...
 

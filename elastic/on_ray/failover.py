@@ -121,7 +121,7 @@ class Failover:
         """
         detect_s, began = self._cluster.detect_s, time.monotonic()
         step = max(ledger.step, self._cluster.recorded_step)
-        self._costly = ledger.costly
+        self._costly = ledger.losses.costly
         expected = (
             phase.membership.workers if isinstance(phase, Active) else tuple(ledger.with_state)
         )

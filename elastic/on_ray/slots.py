@@ -67,9 +67,14 @@ class Slot:
     """It is its node that cannot serve the run."""
     has_failed: bool = False
     last_words: str = ""
-    """Why it ends itself, as it says before it does..."""
+    """Why it ends itself, as it says before it does, or what it is accused of..."""
     last_cause: str = ""
     """...and what its loss is by that, if not that of a process that died."""
+
+    def accuse(self, cause: str, why: str) -> None:
+        """It will be ended. Should it die before, it is lost by this, unless it has said why."""
+        if not self.last_words:
+            self.last_words, self.last_cause = why, cause
 
     def end(self) -> None:
         """Its process, whatever state that is in; if it is only being made, once it is."""

@@ -33,11 +33,12 @@ class UserError(Exception):
 
 class WorkerFailed(Exception):
     """A worker's process raised. `pickled` is the exception, for those who can import its class
-    (the driver); empty if it cannot be pickled. `text` tells it to everybody else."""
+    (the driver); empty if it cannot be pickled. `text` tells it to everybody else. `rank`: its own,
+    None if it was in no generation yet."""
 
-    def __init__(self, text: str, pickled: bytes) -> None:
-        super().__init__(text, pickled)
-        self.text, self.pickled = text, pickled
+    def __init__(self, text: str, pickled: bytes, rank: int | None) -> None:
+        super().__init__(text, pickled, rank)
+        self.text, self.pickled, self.rank = text, pickled, rank
 
     def __str__(self) -> str:
         return self.text

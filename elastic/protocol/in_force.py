@@ -105,7 +105,7 @@ def counts(report: OfGeneration, recorded_step: int) -> bool:
     """If the record ends there."""
     match report:
         case r.Committed(steps=steps):
-            return steps[-1]["metrics"]["step"] > recorded_step
+            return steps[-1].step > recorded_step
         case r.Held(step=step):
             return step > recorded_step
         case _:

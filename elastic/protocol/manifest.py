@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from elastic.protocol.errors import DamagedCheckpoint
 from elastic.protocol.layout import Box, whole
@@ -55,6 +55,26 @@ class Part:
 
     file: StoredFile
     tensors: tuple[StoredTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """What a rank reports of its part, for who publishes."""
+
+    part: Part
+    state: dict[str, Any] | None
+    """JSON: `Manifest.state`, which the lowest rank says."""
+    is_pinned: bool
+
+    def pack(self) -> bytes:
+        said = {"part": asdict(self.part), "state": self.state, "is_pinned": self.is_pinned}
+        return json.dumps(said).encode()
+
+    @classmethod
+    def unpack(cls, content: bytes) -> Self:
+        """The inverse of `pack`. ValueError, KeyError or TypeError for what is none."""
+        said = json.loads(content)
+        return cls(_part(said["part"]), said["state"], said["is_pinned"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +179,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def part_from_json(value: dict[str, Any]) -> Part:
-    """The inverse of `dataclasses.asdict`."""
+def _part(value: dict[str, Any]) -> Part:
     return Part(_file(value["file"]), tuple(_tensor(t) for t in value["tensors"]))
 
 

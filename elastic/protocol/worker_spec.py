@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic.protocol.mesh import DDP, Parallel
+from elastic.protocol.timeouts import Timeouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +50,7 @@ class WorkerSpec:
     validate: bool = True
     """The invariants of the worker's machine are checked after each event."""
     detect_s: float | None
-    heartbeat_s: float
-    silence_s: float
-    """Without an answer for so long the controller is dialled again."""
-    join_timeout_s: float
-    operation_timeout_s: float
-    """The backend's own limit per collective: a last resort only."""
-    lease_s: float
-    stall_s: float = 150.0
-    """Without a byte written for so long a save has failed."""
+    timeouts: Timeouts
     spot: str | None = None
     """Which cloud's notices are asked for on the worker's machine."""
     is_newcomer: bool = False

@@ -27,6 +27,7 @@ BENCHMARKS = (
     "goodput",
     "scripts",
     "looks",
+    "clouds",
 )
 
 

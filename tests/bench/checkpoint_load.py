@@ -20,7 +20,7 @@ from torch import multiprocessing
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from elastic.protocol.manifest import part_from_json
+from elastic.protocol.manifest import SavedPart
 from elastic.protocol.messages.to_controller import PartSaved
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
@@ -39,13 +39,13 @@ class Collector(Publisher):
 
     def __init__(self, storage: Path) -> None:
         super().__init__(storage)
-        self.contents: list[dict] = []
+        self.saved: list[SavedPart] = []
 
     def send(self, report: PartSaved) -> None:
-        self.contents.append(json.loads(report.payload))
-        if len(self.contents) == SAVED_AT:
-            parts = [part_from_json(content["part"]) for content in self.contents]
-            state = next(c["state"] for c in self.contents if c["state"] is not None)
+        self.saved.append(SavedPart.unpack(report.payload))
+        if len(self.saved) == SAVED_AT:
+            parts = [each.part for each in self.saved]
+            state = next(each.state for each in self.saved if each.state is not None)
             self.catalogue.publish(report.step, 1, parts, state, {})
 
 

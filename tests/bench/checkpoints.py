@@ -9,7 +9,6 @@ against `dd conv=fsync` on the same disk. Loading is in checkpoint_load.py.
 """
 
 import argparse
-import json
 import math
 import os
 import shutil
@@ -31,9 +30,10 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elastic.protocol.layout import Position
-from elastic.protocol.manifest import part_from_json
+from elastic.protocol.manifest import SavedPart
 from elastic.protocol.mesh import DDP, Mesh
 from elastic.protocol.messages.to_controller import PartSaved
+from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
@@ -58,9 +58,8 @@ class Publisher:
         self.concluded_saves: dict[int, bool] = {}
 
     def send(self, report: PartSaved) -> None:
-        said = json.loads(report.payload)
-        part = part_from_json(said["part"])
-        self.catalogue.publish(report.step, 1, [part], said["state"], {})
+        saved = SavedPart.unpack(report.payload)
+        self.catalogue.publish(report.step, 1, [saved.part], saved.state, {})
         self.concluded_saves[report.step] = True
 
 
@@ -84,6 +83,7 @@ def spec() -> WorkerSpec:
             "has_checkpoints": True,
             "checkpoint_every": 10**6,
             "steps": 10**7,
+            "timeouts": timeouts_of(None),
         }
     )
 

@@ -128,20 +128,26 @@ def test_a_fault_says_what_whom_and_when(tmp_path):
         parse({"what": "kill", "whom": {"rank": 2}, "when": {"step": 5}}, tmp_path),
         parse({"what": "stop", "for_s": 2, "when": {"phase": "forming"}}, tmp_path),
         parse({"what": "drain", "whom": {"node_of": "random"}, "when": {"step": 1}}, tmp_path),
+        parse({"what": "lossy", "loss": 0.2, "for_s": 9, "when": {"step": 1}}, tmp_path),
+        parse({"what": "corrupt", "when": {"step": 1}}, tmp_path),
+        parse({"what": "fill", "for_s": 2, "at_most_gb": 0.5, "when": {"step": 1}}, tmp_path),
     ] == [
         Fault("kill", Whom("rank"), After(0.0)),
         Fault("kill", Whom("rank", 2), AtStep(5)),
         Fault("stop", Whom("rank"), InPhase("forming"), for_s=2.0),
         Fault("drain", Whom("node_of"), AtStep(1)),
+        Fault("lossy", Whom("node_of"), AtStep(1), for_s=9.0, loss=0.2),
+        Fault("corrupt", Whom("checkpoint"), AtStep(1)),
+        Fault("fill", Whom("storage"), AtStep(1), for_s=2.0, at_most_gb=0.5),
     ]
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("kill", "fault 1 is 'kill', must be a mapping of for_s, slower, what, when, whom"),
+        ("kill", "fault 1 is 'kill', must be a mapping of at_most_gb, for_s, loss, slower, what,"),
         ({"what": "hug"}, "what is 'hug', must be one of kill, stop, slow, term, drain"),
-        ({"what": "kill", "who": 1}, "'who' is none of for_s, slower, what, when, whom"),
+        ({"what": "kill", "who": 1}, "'who' is none of at_most_gb, for_s, loss, slower, what,"),
         ({"what": "kill"}, "when is None, must be a mapping"),
         ({"what": "kill", "when": {}}, "when has nothing: give one of after_s; step;"),
         ({"what": "kill", "when": {"step": 1, "after_s": 1}}, "when has after_s, step: give one"),
@@ -149,11 +155,24 @@ def test_a_fault_says_what_whom_and_when(tmp_path):
         ({"what": "kill", "when": {"after_s": -1}}, "after_s is -1, must be a number above 0"),
         ({"what": "kill", "when": {"phase": "idle"}}, "phase is 'idle', must be one of waiting"),
         ({"what": "kill", "when": {"step": 1, "after_fault": 1}}, "must name an earlier fault"),
-        ({"what": "kill", "for_s": 1, "when": {"step": 1}}, "for_s goes with stop, slow and drain"),
+        (
+            {"what": "kill", "for_s": 1, "when": {"step": 1}},
+            "for_s goes with stop, slow, drain",
+        ),
         ({"what": "kill", "whom": "bob", "when": {"step": 1}}, "whom is 'bob', must be a mapping"),
         ({"what": "kill", "slower": 3, "when": {"step": 1}}, "slower goes with slow"),
         ({"what": "slow", "slower": 1, "when": {"step": 1}}, "slower is 1, must be above 1"),
         ({"what": "drain", "when": {"step": 1}}, "drain is of a node: write whom: {node_of: 0}"),
+        ({"what": "cut", "when": {"step": 1}}, "cut needs for_s: the seconds until it is undone"),
+        ({"what": "fill", "when": {"step": 1}}, "fill needs for_s"),
+        (
+            {"what": "cut", "for_s": 1, "whom": {"rank": 0}, "when": {"step": 1}},
+            "cut is of a node: write whom: {node_of: 0}",
+        ),
+        ({"what": "lossy", "for_s": 1, "loss": 1.5, "when": {"step": 1}}, "loss is 1.5, must be"),
+        ({"what": "cut", "for_s": 1, "loss": 0.5, "when": {"step": 1}}, "loss goes with lossy"),
+        ({"what": "corrupt", "whom": "random", "when": {"step": 1}}, "corrupt hits the checkpoint"),
+        ({"what": "capacity", "when": {"step": 1}}, "capacity follows a trace: write when: {trace"),
         ({"what": "kill", "when": {"trace": "x"}}, "no trace 'x'; shipped are aws-p3, g4dn-us"),
     ],
 )

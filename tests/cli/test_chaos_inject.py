@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import threading
 from pathlib import Path
 
@@ -18,24 +17,6 @@ from elastic.cli.chaos import wait_for_run
 from elastic.on_ray.driver.remote_faults import asking
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import open_folder
-
-
-@pytest.fixture
-def process():
-    """process("ray::title") -> a process of that title that sleeps."""
-    made = []
-
-    def make(title: str) -> subprocess.Popen:
-        made.append(subprocess.Popen([title, "600"], executable="/bin/sleep"))
-        command = Path(f"/proc/{made[-1].pid}/cmdline")
-        while not command.read_bytes():  # Popen returns in the middle of the kernel's exec
-            os.sched_yield()
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.kill()
-        one.wait()
 
 
 class FakeRun:

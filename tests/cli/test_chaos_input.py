@@ -23,7 +23,7 @@ SCENARIOS = {
     "what: kill, when: {trace: " + "t" * 300 + "}": "there is no trace 'ttt",
     "what: kill, when: {trace: [a]}": "trace is ['a'], must be text",
     "what: kill, when: {phase: [running]}": "phase is ['running'], must be one of",
-    "what: kill, 7: 8": "7 is none of for_s, slower, what, when, whom",
+    "what: kill, 7: 8": "7 is none of at_most_gb, for_s, loss, slower, what, when, whom",
     "what: " + "[" * 3000 + "]" * 3000: "more than 16 deep",
     "what: &a [*a]": "*a is an alias: write it out",
     "what: !!int ''": "is no YAML: ",

@@ -291,14 +291,15 @@ def test_wrong_input_leaves_no_folder_behind(tmp_path, capsys):
 
 
 def test_wrong_input_of_a_run_that_has_trained_is_a_failure_with_its_result(capsys):
-    said = {"wrong_input": "the loss is a float", "user_error": b"", "is_open": True}
-    early = {**said, "reason": "w0: the loss is a float", "result": result_at(0)}
+    said = {"wrong_input": "the loss is a float", "user_error": b"", "failed_rank": 1}
+    early = {**said, "is_open": True, "reason": "w0: the loss is a float", "result": result_at(0)}
     with pytest.raises(WrongInput, match=r"^the loss is a float$"):
         conclude(early, "/s/r")
     error = pickle.dumps(WrongInput("the loss is a float"))
     with pytest.raises(RunFailed, match=r"^w0: the loss is a float$") as caught:
         conclude({**early, "user_error": error, "result": result_at(1)}, "/s/r")
     assert (caught.value.result.steps, caught.value.result.run_directory) == (9, "/s/r")
+    assert (caught.value.rank, pickle.loads(pickle.dumps(caught.value)).rank) == (1, 1)
     print_failure(caught.value)
     assert capsys.readouterr().err == "elastic: the run failed: w0: the loss is a float\n"
 

@@ -7,9 +7,10 @@ import subprocess
 
 import pytest
 
+from elastic.chaos.storage_faults import BALLAST
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
-from tests.cluster.live import assert_complete
+from tests.cluster.live import assert_complete, begin
 
 pytestmark = pytest.mark.cluster
 
@@ -66,3 +67,24 @@ def test_a_full_disk_ends_a_run_that_must_save(start, tmp_path):
     assert end["status"] == 1
     assert "No space left" in end["err"]
     assert json.loads(end["out"])["outcome"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_disk_that_chaos_fills_for_a_while_costs_no_step(start, reference, tmp_path):
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text("faults: [{what: fill, for_s: 3, when: {step: 25}}]")
+    with start("Toy", workers=2, **OPTIONS) as run:
+        run.wait_for(lambda s: s["step"] > 0)
+        chaos = begin(run.env, "-m", "elastic", "chaos", scenario, run.directory)
+        run.wait_for(lambda s: (run.directory / BALLAST).exists())
+        assert os.statvfs(tmp_path).f_bavail == 0
+        run.wait_for(lambda s: not (run.directory / BALLAST).exists())
+        end = run.finish()
+        out, err = chaos.communicate(timeout=60)
+    assert chaos.returncode == 0, err
+    assert "fill" in out
+    sha256, _ = reference(steps=120)
+    assert end["status"] == 0, end["err"]
+    assert end["result"]["weights_sha256"] == sha256
+    assert end["result"]["recoveries"] == []
+    assert_complete(run, 120)

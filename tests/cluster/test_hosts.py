@@ -117,3 +117,43 @@ def test_chaos_reaches_other_hosts_through_ray(hosts, tmp_path):
     assert notes == [("kill", ""), ("drain", "")]
     report = json.loads((run.directory / "chaos-report.json").read_text())
     assert report["faults"][0]["result"] == "recovered", report["faults"]
+
+
+@pytest.mark.slow
+def test_chaos_cuts_a_link_and_makes_it_lossy_and_the_node_mends_it(hosts, reference, tmp_path):
+    """Through Ray, which loses the node's answers, too."""
+    address = hosts.start_ray()
+    scenario = tmp_path / "scenario.yaml"
+    options = {"workers": "2..3", "steps": 100, "detect_s": 2.0, "set": ["sleep=0.1"]}
+    with hosts.run(f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", **options) as run:
+        run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
+        controller = hosts.host_running("ray::ControllerActor")
+        victim = next(h for h in range(1, 3) if h != controller)
+        rows = run.status()["workers"]
+        rank = next(w["rank"] for w in rows if w["node_ip"] == hosts.address(victim))
+        whom = f"whom: {{node_of: {rank}}}"
+        scenario.write_text(
+            "faults:\n"
+            f"  - {{what: lossy, loss: 0.05, for_s: 4, {whom}, when: {{step: 8}}}}\n"
+            f"  - {{what: cut, for_s: 6, {whom}, when: {{after_fault: 1, after_s: 6}}}}\n"
+        )
+        command = [sys.executable, "-m", "elastic", "chaos", str(scenario), str(run.directory)]
+        chaos = subprocess.Popen(
+            hosts.inside(0, *command, "--address", address),
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+            env=run.env,
+        )
+        run.wait_for_step(lambda s: s["world_size"] == 2)
+        end = run.finish()
+        out, err = chaos.communicate(timeout=60)
+    assert chaos.returncode == 0, err
+    assert_same_bits(run, end, reference(steps=100), 100)
+    assert end["result"]["lost_steps"] == 0
+    notes = [(line["what"], line["note"]) for line in run.lines("chaos.jsonl")]
+    assert notes == [("lossy", ""), ("cut", "")], out
+    rules = subprocess.run(
+        hosts.inside(victim, "iptables", "-S"), capture_output=True, text=True, check=True
+    ).stdout
+    assert "elastic-chaos" not in rules
+    report = json.loads((run.directory / "chaos-report.json").read_text())
+    assert report["faults"][1]["result"] == "recovered", report["faults"]

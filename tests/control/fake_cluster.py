@@ -13,22 +13,23 @@ from typing import Any, TypeAlias, cast
 
 from elastic.control import commands as c
 from elastic.control import events as ev
-from elastic.control.commands import interruption
-from elastic.control.events import event_of
 from elastic.control.standing import Standing
+from elastic.control.translation import event_of, interruption
 from elastic.on_ray.record.progress import Progress
 from elastic.protocol.in_force import CommandsInForce
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages import to_worker as t
+from elastic.protocol.step_record import VoteHead
+from tests.control.fake_copying import Copied
 from tests.control.fake_group import Group
-from tests.control.fake_process import Copied, Process
+from tests.control.fake_process import Process
 from tests.control.fake_record import FakeRecord
 from tests.control.fake_votes import weights_in
-from tests.control.faults import BURST_TURNS, LATE_S, Faults
+from tests.control.faults import BURST_TURNS, Faults
+from tests.control.harm import Harm
 from workers.step.vote import CompletedVote
 
 AT_REST = ("idle", "suspended", "paused", "done")
-CUT_S = (0.05, 0.5, 2.0)
 Interruption: TypeAlias = c.Pause | c.Checkpoint | c.Keep | c.Abort | c.Recall
 
 
@@ -71,13 +72,11 @@ class FakeCluster:
         self.started: set[int] = set()
         """Whose Started was heard."""
         self.trace: list[c.Command] = []
-        self.has_drains = faults.drains > 0
         self.kept: dict[int, tuple[int, int]] = {}
         """Step -> its origin and the state, saved for those who leave."""
         self.states: dict[int, set[int]] = {}
         """Step -> states that somebody has committed, of those on record."""
-        self.close_turns = 0
-        """So many more, a fault has company."""
+        self.harm = Harm(self)
         if faults.stop_at is not None:
             self.news.append((faults.stop_at, ev.StopRequested("SIGINT", faults.stop_at)))
 
@@ -227,8 +226,8 @@ class FakeCluster:
         for w in members:
             if w.number in command.roll_forward:
                 assert w.step == command.step - 1, (w, command)
-                said, content = self.progress.commits.vote_of(command.step, command.origin)
-                vote = weights_in(CompletedVote.from_json(said, content))
+                head, content = self.progress.commits.vote_of(command.step, command.origin)
+                vote = weights_in(CompletedVote(head, content))
                 assert w.gradient == vote, "no vote to roll forward with"
                 states.add(vote)
             elif not w.follows and not w.has_complained and w.is_alive:  # who has cannot join
@@ -257,14 +256,15 @@ class FakeCluster:
     def feed(self, source: Process, update: Copied) -> None:
         """What one step changes, to whoever follows and does not lag."""
         for w in self.workers.values():
-            if w.source is source and w.is_alive and not (w.is_copying or w.is_lagging):
-                w.received.append(update)
+            at = w.copying
+            if at.source is source and w.is_alive and not (at.is_copying or at.is_lagging):
+                at.received.append(update)
 
     def renew(self, source: Process) -> None:
         """Whoever lags gets the state as it is now."""
         for w in self.workers.values():
-            if w.source is source and w.is_alive and w.is_lagging:
-                w.received.append(source.state_of())
+            if w.copying.source is source and w.is_alive and w.copying.is_lagging:
+                w.copying.received.append(source.state_of())
 
     def freeze_one(self, w: Process) -> None:
         """Told to form, it freezes, which is noticed late."""
@@ -279,7 +279,7 @@ class FakeCluster:
         for _ in range(40):
             self.now += 0.002
             self.start_pending()
-            self.go_wrong()
+            self.harm.go_wrong()
             if self.untold is not None and self.rng.random() < 0.1:
                 self.tell_form(self.untold)
             draw = self.rng.random()
@@ -336,8 +336,7 @@ class FakeCluster:
             case r.UserFailed(message):
                 return ev.UserFailed(w.number, message, self.now)
             case r.Committed():
-                last = report.steps[-1]["metrics"]["step"]
-                self.keep_vote(report.generation, last, report.vote)
+                self.keep_vote(report.generation, report.steps[-1].step, report.vote)
                 self.progress.commits.hear(report)
                 return None
             case r.Held():
@@ -360,7 +359,7 @@ class FakeCluster:
         event: Any = report
         return event_of(w.number, event, self.now)
 
-    def keep_vote(self, generation: int, step: int, vote: dict[str, Any] | None) -> None:
+    def keep_vote(self, generation: int, step: int, vote: VoteHead | None) -> None:
         if generation == self.generation and vote is not None:
             self.votes.add((generation, step))
 
@@ -377,14 +376,14 @@ class FakeCluster:
     def lose_controller(self) -> ev.Adopted:
         """Its memory is gone, and what was on the wire from it and to it."""
         self.num_adopted += 1
-        self.close_turns = BURST_TURNS
+        self.harm.close_turns = BURST_TURNS
         self.votes.clear()
         self.pending.clear()
         self.untold = self.loading = None
         self.in_force.clear()
         self.to_emit.clear()
         self.progress = self.new_progress()
-        self.progress.recorded_step = len(self.record.lines)
+        self.progress.recorded_step = len(self.record.steps)
         self.progress.recorded_generation = self.record.generation
         standings: list[Standing] = []
         everybody = sorted(self.workers.items())
@@ -412,7 +411,7 @@ class FakeCluster:
         """Without a controller, until the next worker has found its successor."""
         for _ in range(self.rng.randint(0, 25) if self.faults.slow_failover else 0):
             self.now += 0.002
-            self.go_wrong()
+            self.harm.go_wrong()
             self.advance_one()
 
     def introduced(self, w: Process) -> Standing:
@@ -436,7 +435,6 @@ class FakeCluster:
         if w.number not in self.started:  # that it has started may be lost
             w.unsent.appendleft(w.started())
 
-    # --- faults ------------------------------------------------------------------------------
     def start_pending(self) -> None:
         if not self.pending:
             return
@@ -446,93 +444,6 @@ class FakeCluster:
             number = self.pending.popleft()
             self.workers[number] = self.spawned(number)
             alive += 1
-
-    def go_wrong(self) -> None:
-        self.close_turns = max(0, self.close_turns - 1)
-        chance = self.chance(self.faults.kill_chance)
-        if "ahead" in self.faults.kill_modes and self.num_adopted and self.torn_members():
-            chance = 0.1  # before it has said so to the new controller
-        if self.faults.kills and self.rng.random() < chance:
-            self.kill_one()
-        if self.has_drains:
-            self.drain()
-        if self.faults.resizes and self.rng.random() < 0.01:
-            self.faults.resizes -= 1
-            low, high = sorted(self.rng.randint(1, 4) for _ in range(2))
-            self.news.append((self.now, ev.Resized(low, high, self.now)))
-        if self.faults.link_breaks and self.rng.random() < 0.005:
-            self.break_link()
-
-    def chance(self, alone: float) -> float:
-        """Of a fault, now; alone: without company."""
-        return max(alone, self.faults.burst) if self.close_turns else alone
-
-    def break_link(self) -> None:
-        candidates = [w for w in self.workers.values() if w.is_alive and w.is_up]
-        if candidates:
-            self.faults.link_breaks -= 1
-            w = self.rng.choice(candidates)
-            w.cut_until = self.now + self.rng.choice(CUT_S)
-            w.is_broken = w.is_broken or self.rng.random() < 0.7
-            self.num_breaks += w.is_broken
-
-    def kill_one(self) -> None:
-        candidates = [w for w in self.workers.values() if w.is_alive]
-        modes, is_close = self.faults.kill_modes, self.close_turns and self.faults.burst
-        torn = self.torn_members() if "torn" in modes else []
-        if is_close and torn:
-            candidates = [w for w in torn if w.step == max(w.step for w in torn)]
-        elif "torn" in modes and not is_close:
-            candidates = torn
-        elif modes and not is_close:
-            candidates = [w for w in candidates if w.mode in modes]
-        if candidates:
-            self.faults.kills -= 1
-            self.close_turns = BURST_TURNS
-            self.kill(self.rng.choice(candidates))
-
-    def torn_members(self) -> list[Process]:
-        """Of a step that some have committed and others have not."""
-        group = self.groups.get(self.generation)
-        members = [w for w in group.members if w.is_alive] if group else []
-        return members if len({w.step for w in members if not w.follows}) > 1 else []
-
-    def controller_chance(self) -> float:
-        """Of its death, now."""
-        if "ahead" in self.faults.kill_modes:  # with those who are behind unable to follow
-            group = self.groups.get(self.generation)
-            return 0.5 * (group is not None and group.has_gap() and bool(self.torn_members()))
-        return self.chance(self.faults.controller_chance)
-
-    def drain(self) -> None:
-        """Notices, now and then, and the end of those who have not left in time."""
-        for w in self.workers.values():
-            if w.is_alive and w.doomed_at is not None and self.now > w.doomed_at:
-                w.doomed_at = None
-                self.kill(w)
-        if not self.faults.drains or self.rng.random() >= self.chance(self.faults.drain_chance):
-            return
-        candidates = [w for w in self.workers.values() if w.is_alive and w.doomed_at is None]
-        if candidates:
-            self.faults.drains -= 1
-            self.close_turns = BURST_TURNS
-            worker = self.rng.choice(candidates)
-            worker.doomed_at = self.now + self.rng.choice(self.faults.notice_s)
-            notice = ev.DrainNotice(worker.number, "drain", worker.doomed_at, self.now)
-            self.news.append((self.now, notice))
-
-    def kill(self, worker: Process, delay_s: float | None = None) -> None:
-        worker.is_alive = False
-        while worker.unsent and self.rng.random() < 0.3:
-            worker.unsent.pop()  # never left its process
-        for w in self.workers.values():
-            while w.source is worker and w.received and self.rng.random() < 0.5:
-                w.received.pop()  # likewise
-        if delay_s is None:
-            is_slow = self.rng.random() < self.faults.slow_detection
-            delay_s = self.rng.choice(LATE_S) if is_slow else 0.02 * self.rng.random()
-        at = self.now + delay_s
-        self.news.append((at, ev.WorkerLost(worker.number, "process_died", self.now, at)))
 
     # --- workers -----------------------------------------------------------------------------
     def advance_one(self) -> None:
@@ -552,10 +463,10 @@ class FakeCluster:
     def boot(self, worker: Process) -> None:
         if self.faults.stillborn and self.rng.random() < 0.5:
             self.faults.stillborn -= 1
-            self.kill(worker)
+            self.harm.kill(worker)
         elif self.rng.random() < 0.5:
             worker.is_up = True
             worker.send(worker.started())
 
     def followers_of(self, w: Process) -> list[Process]:
-        return [f for f in self.workers.values() if f.source is w and f.is_alive]
+        return [f for f in self.workers.values() if f.copying.source is w and f.is_alive]

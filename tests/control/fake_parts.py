@@ -1,9 +1,10 @@
 """A worker's process whose state is a part, with copies in peer memory: see fake_process.py."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Form
+from elastic.protocol.step_record import KnownSteps
 from tests.control.fake_process import PeerLost, Process, Turns, Work
 from workers.membership import events as e
 
@@ -115,7 +116,7 @@ class PartsProcess(Process):
             return e.PartsMissing("nobody holds row 3")
         if group.found_known is None:
             first = group.members[0]
-            group.found_known = first.records.to_frame()
+            group.found_known = first.records.known()
         known = group.found_known
         yield from self.tell(e.PartBegun())
         if self.cluster.is_large:
@@ -128,7 +129,7 @@ class PartsProcess(Process):
                 return e.PeersLost(str(error))
         return self.enter(form, found, known)
 
-    def enter(self, form: Form, found: Rows, known: dict[str, Any]) -> e.Event:
+    def enter(self, form: Form, found: Rows, known: KnownSteps) -> e.Event:
         self.weights, self.gradient = found.state, None
         self.live = found._replace(rank=form.rank, size=form.world_size)
         self.reference, self.is_pushed = None, False

@@ -7,11 +7,12 @@ is a generator: wherever it yields, others go on, or the process is killed.
 from collections import deque
 from collections.abc import Generator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from elastic.protocol.in_force import ReportsInForce
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command, Finish, Form
+from tests.control.fake_copying import JOIN_S, Copied, Copying, Turns, Work
 from tests.control.fake_group import Group
 from tests.control.fake_votes import VOTE, prepared_by, vector_of, weights_in
 from workers.membership import actions as a
@@ -39,7 +40,6 @@ from workers.step.vote import CompletedVote
 if TYPE_CHECKING:
     from tests.control.fake_cluster import FakeCluster
 
-JOIN_S = 60.0
 MODES = {
     InPool: "idle",
     Entering: "rendezvous",
@@ -49,8 +49,6 @@ MODES = {
     Suspended: "suspended",
     Ended: "ended",
 }
-Turns: TypeAlias = Generator[None, None, None]
-Work: TypeAlias = Generator[None, None, e.Event | None]
 
 
 class Cancelled(Exception):
@@ -67,16 +65,6 @@ class RunEnded(Exception):
 
 class PeerLost(Exception):
     pass
-
-
-class Copied(NamedTuple):
-    """What a source sends: its state, or a step's change of it."""
-
-    is_state: bool
-    step: int
-    origin: int
-    weights: int
-    records: dict[str, Any]
 
 
 class Process:
@@ -112,9 +100,7 @@ class Process:
         self.group: Group | None = None
         self.group_of = 0
         self.is_abandoned = False
-        self.source: Process | None = None
-        self.received: deque[Copied] = deque()
-        self.is_lagging = self.is_copying = False
+        self.copying = Copying(self)
         self.has_complained = False
         """It has said SyncFailed, and has no new source yet."""
         self.save_begun = (0, 0)
@@ -245,7 +231,7 @@ class Process:
         """For a generation that may step."""
         while not self.machine.is_at_work:
             yield
-            yield from self.look_around()
+            yield from self.copying.look_around()
             if self.heard:
                 command = self.heard.popleft()
                 if isinstance(command, Form) and command.generation > self.generation:
@@ -314,7 +300,7 @@ class Process:
     def commit(self, weights: int, *, should_pause: bool) -> Turns:
         step, origin = self.step + 1, self.machine.prepared_by
         self.records.add(step, prepared_by(origin), vector_of(weights), VOTE)
-        newest = self.records.to_frame(is_newest_enough=True)
+        newest = self.records.known(is_newest_enough=True)
         self.cluster.feed(self, Copied(False, step, origin, weights, newest))
         self.is_applying = True
         if self.rng.random() < 0.1:
@@ -368,80 +354,9 @@ class Process:
     is_applying = False
     """In the middle of a commit: followers have been sent the step, the state is the one before."""
 
-    # --- copies --------------------------------------------------------------------------
     def state_of(self) -> Copied:
         """For whoever follows this worker."""
-        return Copied(True, self.step, self.origin, self.weights, self.records.to_frame())
-
-    def is_source_gone(self) -> bool:
-        return self.source is None or not self.source.is_alive
-
-    def look_around(self) -> Turns:
-        """At a boundary: what the source has sent is taken over."""
-        yield from self.apply_received()
-        if self.source is None:
-            return
-        may_fail, faults = self.is_copying, self.cluster.faults
-        is_cut = may_fail and faults.sync_failures > 0 and self.rng.random() < 0.2
-        faults.sync_failures -= is_cut
-        if not self.received and (is_cut or self.is_source_gone()):
-            yield from self.tell(e.SourceLost("source is gone"))
-
-    def receive(self) -> None:
-        """The source takes this worker on, at a boundary of its own or between two steps."""
-        source = self.source
-        if source is None or not self.is_copying or self.is_source_gone() or not source.holds:
-            return
-        if source.is_applying:  # at no boundary: the step's change has gone out, its state has not
-            return
-        if self.rng.random() < 0.4:
-            self.is_copying = False
-            self.received.append(source.state_of())
-            self.is_lagging = self.rng.random() < self.cluster.faults.lags
-
-    def apply_received(self) -> Turns:
-        self.receive()
-        while self.received:
-            copied = self.received.popleft()
-            if copied.is_state:
-                self.weights = copied.weights
-                self.records.forget()
-                self.records.take(copied.records)
-                yield from self.tell(e.StateReplaced(copied.step, copied.origin))
-            elif copied.step == self.step + 1:
-                self.weights = copied.weights
-                self.records.take(copied.records)
-                yield from self.tell(e.StepFollowed(copied.step, copied.origin))
-            if not self.received and not self.is_copying:
-                yield from self.tell(e.CopyLevel())
-
-    def catch_up(self, step: int, origin: int) -> Work:
-        self.at, deadline = "pool", self.cluster.now + JOIN_S
-        while not (self.stands_at(step, origin) or self.is_lagging):
-            if self.received or self.is_copying:
-                yield from self.apply_received()
-            is_lost = self.is_source_gone() or self.cluster.now > deadline
-            is_past = self.step >= step and not self.stands_at(step, origin)
-            if not self.received and (is_lost or is_past) and not self.is_lagging:
-                return e.CatchUpFailed(f"stands at step {self.step}, cannot reach {step}")
-            if self.machine.is_given_up:
-                break
-            yield
-        return e.CaughtUp()
-
-    def stands_at(self, step: int, origin: int) -> bool:
-        return (self.step, self.origin) == (step, origin)
-
-    def catch_up_late(self, step: int, origin: int) -> Work:
-        self.at = "pool"
-        while not self.stands_at(step, origin):
-            yield from self.apply_received()
-            if self.stands_at(step, origin):
-                break
-            if self.is_abandoned or (not self.received and self.is_source_gone()):
-                return e.CatchUpFailed(f"stands at step {self.step}, cannot reach {step}")
-            yield
-        return e.StateEntered(step)
+        return Copied(True, self.step, self.origin, self.weights, self.records.known())
 
     # --- what the machine asks for -------------------------------------------------------
     def do(self, action: a.Action) -> Work:  # noqa: C901
@@ -449,10 +364,9 @@ class Process:
             case a.Say(report):
                 self.say(report)
             case a.StopCopy():
-                self.source, self.is_lagging, self.is_copying = None, False, False
-                self.received.clear()
+                self.copying.stop()
             case a.Follow(address):
-                return self.follow(address)
+                return self.copying.start(address)
             case a.LoadState(recorded_step=recorded):
                 yield
                 step, origin = self.load(recorded)
@@ -471,21 +385,21 @@ class Process:
                     self.abandon(form.generation)
             case a.RollForward(form):
                 assert form.vote is not None
-                vote = CompletedVote.from_json(form.vote, form.payload)
-                assert vote.step == self.step + 1, (vote.step, self)
+                vote = CompletedVote(form.vote, form.payload)
+                assert form.vote.step == self.step + 1, (form.vote.step, self)
                 assert self.gradient == weights_in(vote), "it is the vote of other gradients"
                 yield
                 yield from self.commit(self.gradient, should_pause=False)
             case a.DropGradients():
                 self.gradient = None
             case a.CatchUp(step, origin):
-                return (yield from self.catch_up(step, origin))
+                return (yield from self.copying.catch_up(step, origin))
             case a.RenewFollowers():
                 self.cluster.renew(self)
             case a.Meet():
                 return (yield from self.meet())
             case a.CatchUpLate(step, origin):
-                return (yield from self.catch_up_late(step, origin))
+                return (yield from self.copying.catch_up_late(step, origin))
             case a.AssembleState(form):
                 return (yield from self.assemble(form))
             case a.SayUnrecorded(recorded):
@@ -513,14 +427,6 @@ class Process:
             last = self.evaluated.last
             report = replace(report, vote=vote, evaluation=last, payload=content)
         self.send(report)
-
-    def follow(self, address: tuple[str, int] | None) -> e.Event | None:
-        self.source = None if address is None else self.cluster.workers.get(address[1])
-        if self.source is None or not self.source.is_alive:
-            return e.SourceLost("cannot reach the source")
-        self.has_complained = False
-        self.is_copying, self.is_lagging = True, False
-        return None
 
     def load(self, recorded: int) -> tuple[int, int]:
         """What it has from peers, unless steps before it cannot be reported, or what was saved for

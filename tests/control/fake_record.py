@@ -1,6 +1,14 @@
-"""What a simulated run has on record: the steps' lines, in order and without a gap."""
+"""What a simulated run has on record: its steps, in order and without a gap."""
 
 from typing import Any
+
+from elastic.protocol.step_record import SampleRecord, StepMetrics, StepRecord
+
+
+def step_record(step: int, generation: int = 1) -> StepRecord:
+    """Of a run of one worker, in which a second passes with each step."""
+    metrics = StepMetrics(step, float(step), 1.0, generation, 1, step, 1.0, True, {})
+    return StepRecord(metrics, SampleRecord(step, step - 1, 1, ""))
 
 
 class FakeRecord:
@@ -9,25 +17,25 @@ class FakeRecord:
     place = "/run"
 
     def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
+        self.steps: list[StepRecord] = []
 
     @property
     def safe_step(self) -> int:
-        return len(self.lines)
+        return len(self.steps)
 
     @property
     def generation(self) -> int | None:
-        """Of the last line."""
-        return self.lines[-1]["metrics"]["generation"] if self.lines else None
+        """Of the last one."""
+        return self.steps[-1].metrics.generation if self.steps else None
 
-    def record_step(self, line: dict[str, Any]) -> None:
-        step = line["metrics"]["step"]
-        assert step == len(self.lines) + 1, f"{step} is recorded after {len(self.lines)}"
-        self.lines.append(line)
+    def record_step(self, step: StepRecord) -> None:
+        number = step.step
+        assert number == len(self.steps) + 1, f"{number} is recorded after {len(self.steps)}"
+        self.steps.append(step)
 
     def roll_back(self, step: int) -> None:
-        assert step <= len(self.lines), f"back to {step}, {len(self.lines)} is on record"
-        del self.lines[step:]
+        assert step <= len(self.steps), f"back to {step}, {len(self.steps)} is on record"
+        del self.steps[step:]
 
     def note(self, kind: str, fields: dict[str, Any]) -> None:
         pass

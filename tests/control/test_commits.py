@@ -2,6 +2,8 @@
 
 from elastic.on_ray.record.progress import Commits
 from elastic.protocol.messages.to_controller import Committed, Held
+from elastic.protocol.step_record import VoteHead
+from tests.control.fake_record import step_record
 
 
 class Told:
@@ -9,12 +11,11 @@ class Told:
 
     def __init__(self):
         self.recorded = []
-        self.commits = Commits(lambda g, line: self.recorded.append((g, line["metrics"]["step"])))
+        self.commits = Commits(lambda g, record: self.recorded.append((g, record.step)))
 
     def commit(self, generation, *steps, world_size=2):
-        lines = [{"metrics": {"step": step, "generation": generation}} for step in steps]
-        vote = {"of": steps[-1]}
-        self.commits.hear(Committed(generation, world_size, tuple(lines), vote, b"content"))
+        said, vote = tuple(step_record(step, generation) for step in steps), VoteHead(steps[-1], ())
+        self.commits.hear(Committed(generation, world_size, said, vote, b"content"))
 
     def held(self, generation, rank, step):
         self.commits.hear_held(Held(generation, rank, step))
@@ -96,9 +97,9 @@ def test_what_is_said_of_a_generation_is_old_once_a_later_one_has_formed():
 def test_the_newest_vote_is_kept_for_those_who_missed_it():
     told = Told()
     told.commit(1, 1, 2)
-    told.commits.keep_vote(1, 1, {"of": 1}, b"")
+    told.commits.keep_vote(1, 1, VoteHead(1, ()), b"")
     told.commits.keep_vote(3, 1, None, b"")
-    assert told.commits.vote_of(2, 1) == ({"of": 2}, b"content")
+    assert told.commits.vote_of(2, 1) == (VoteHead(2, ()), b"content")
 
 
 def test_who_joins_after_a_step_of_the_generation_was_said_does_not_begin_it_again():

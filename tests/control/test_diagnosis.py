@@ -4,7 +4,6 @@ import asyncio
 import socket
 from concurrent.futures import Future
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +11,7 @@ from elastic.control.detection.hang import Watch, watch
 from elastic.control.detection.patience import Costly, Place
 from elastic.control.events import CollectiveFailed
 from elastic.on_ray.detection.diagnosis import Diagnosis
+from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import Membership, NumberSet
 from elastic.protocol.messages.pulse import Heartbeat, Question, ReachAsked, Reached, Stacks
 from elastic.protocol.messages.to_controller import Diverged
@@ -37,8 +37,8 @@ class Cluster:
         reached: dict[int, list[str]] | None = None,
     ):
         self.workers = {
-            b.worker: SimpleNamespace(
-                watch=Watch(b, 20.0), node_ip=f"h{b.worker}", peer_address=("h", b.worker)
+            b.worker: Slot(
+                Future(), watch=Watch(b, 20.0), node_ip=f"h{b.worker}", peer_address=("h", b.worker)
             )
             for b in beats
         }
@@ -114,6 +114,20 @@ def test_everybodys_stacks_are_saved_before_the_suspect_is_lost():
         },
         (1, "hung", f"{WHY}; stacks in logs/stacks-g4-*.txt", 14.0, Place(9, "compute")),
     ]
+
+
+def test_a_suspect_that_dies_while_stacks_are_taken_is_lost_by_what_it_was_accused_of():
+    cluster = Cluster(HUNG, WAITS, answering=(1, 2))
+    suspect = cluster.workers[1]
+    cluster.look()
+    assert (suspect.last_cause, suspect.last_words) == ("hung", WHY)
+    assert cluster.workers[2].last_cause == ""
+
+
+def test_a_suspects_own_last_words_stand():
+    slot = Slot(Future(), last_words="loader process 7 exited with status 9")
+    slot.accuse("hung", WHY)
+    assert (slot.last_words, slot.last_cause) == ("loader process 7 exited with status 9", "")
 
 
 def test_a_suspects_stage_is_told_with_it():

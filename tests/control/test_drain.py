@@ -133,7 +133,7 @@ def test_whom_the_minimum_needs_trains_on_until_it_is_gone_which_is_no_failure()
     ledger, phase, commands = play(LEDGER, Running(ABC), NOTICE, Tick(39.0), limits=limits)
     assert (phase, commands) == (Running(ABC), [Spawn((3,))])
     ledger, phase, _ = play(ledger, phase, lost(0, 40.0), limits=limits)
-    assert (ledger.failures, ledger.leaving) == (0, some())
+    assert (ledger.losses.failures, ledger.leaving) == (0, some())
 
 
 def test_a_newcomer_for_whom_there_is_no_room_yet_does_not_pause_the_others():
@@ -212,7 +212,7 @@ def test_a_state_that_only_leavers_hold_is_saved_and_they_go_no_further():
     _, _, synced = play(ledger, phase, WorkerStarted(3, 29.0), Synced(3, 30.0), limits=limits)
     assert synced == [Sync(3, 0), Form(Membership(8, (3,)), 44)], "it came in time"
     ledger, phase, late = play(ledger, phase, lost(0, 40.0), WorkerStarted(3, 41.0), limits=limits)
-    assert (late, ledger.failures) == ([Load(3)], 0), "it takes the state that was saved"
+    assert (late, ledger.losses.failures) == ([Load(3)], 0), "it takes the state that was saved"
 
 
 def test_a_shard_is_saved_before_its_holder_leaves():
@@ -228,7 +228,7 @@ def test_a_shard_is_saved_before_its_holder_leaves():
     )
     new = Membership(8, (1, 2))
     assert commands == [Spawn((3,)), Pause(ABC), Keep(ABC), Form(new, 44)]
-    assert (phase, ledger.kept_step) == (Forming(new, 57.0), 44)
+    assert (phase, ledger.saves.kept_step) == (Forming(new, 57.0), 44)
 
 
 ALL = tuple(replace(NOTICE, worker=w, at=10.0 + w) for w in range(3))
@@ -238,7 +238,7 @@ ASKED = (*ALL, Tick(25.0), *(Paused(7, rank, 44, 26.0) for rank in range(3)))
 
 def test_a_state_counts_as_saved_only_once_all_of_it_is():
     ledger, phase, commands = play(LEDGER, Running(ABC), *ASKED, limits=SAVES)
-    assert (commands[-1], ledger.kept_step) == (Keep(ABC), -1)
+    assert (commands[-1], ledger.saves.kept_step) == (Keep(ABC), -1)
     ledger, phase, commands = play(
         ledger,
         phase,
@@ -250,7 +250,7 @@ def test_a_state_counts_as_saved_only_once_all_of_it_is():
     )
     two = Membership(8, (0, 1))
     assert commands == [Abort(ABC), Discard(7, 44), Form(two, 44)], "they go on, and try again"
-    assert (phase, ledger.kept_step) == (Forming(two, 58.0), -1)
+    assert (phase, ledger.saves.kept_step) == (Forming(two, 58.0), -1)
 
 
 def test_a_part_that_could_not_be_saved_is_no_saved_state():
@@ -259,7 +259,7 @@ def test_a_part_that_could_not_be_saved_is_no_saved_state():
         LEDGER, Running(ABC), *ASKED, PartFailed(7, 1, 44, "full", 26.5), *kept, limits=SAVES
     )
     assert commands[-2:] == [Discard(7, 44), Form(Membership(8, (0, 1, 2)), 44)]
-    assert ledger.kept_step == -1
+    assert ledger.saves.kept_step == -1
 
 
 def test_nobody_waits_for_a_save_longer_than_the_notice():

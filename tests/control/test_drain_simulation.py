@@ -57,7 +57,7 @@ def test_drains_alone_are_no_failures_and_lose_no_step(part: range) -> None:
         assert isinstance(run.phase, Finished)
         assert run.phase.outcome == "succeeded", (seed, run.phase)
         assert (run.account.lost_steps, run.account.recoveries) == (0, ()), seed
-        assert run.ledger.failures == 0
+        assert run.ledger.losses.failures == 0
 
 
 @pytest.mark.parametrize("part", seeds(100, 200))

@@ -42,7 +42,7 @@ def test_a_set_is_its_ranges():
 @given(
     st.builds(
         Ledger,
-        respawn_at=st.floats(allow_nan=False),
+        losses=st.builds(state.Losses, respawn_at=st.floats(allow_nan=False)),
         standbys=st.builds(NumberSet.of, st.lists(st.integers(0, 300))),
     )
 )

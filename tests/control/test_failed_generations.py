@@ -78,7 +78,7 @@ def test_a_connection_that_broke_between_the_living_is_made_again_but_not_for_ev
         commands += new
     again = [Membership(n, (0, 1, 2)) for n in (8, 9)]
     assert [c.membership for c in commands if isinstance(c, Form)] == again
-    assert ledger.failures == 2
+    assert ledger.losses.failures == 2
     failed = CollectiveFailed(9, 1, "Read error: Connection reset by peer", 13.0)
     answers = [Suspended(9, rank, 40, False, False, 13.0) for rank in range(3)]
     _, phase, _ = play(ledger, phase, failed, *answers, Tick(16.0))
@@ -112,7 +112,7 @@ def test_what_needs_no_loss_is_heard_behind_its_consequences(answered_before):
     events = [closed, *answers[:answered_before], explained, *answers[answered_before:]]
     ledger, _, commands = play(LEDGER, Running(ABC), *events)
     assert commands == [Abort(ABC), Form(Membership(8, (0, 1, 2)), 40)]
-    assert ledger.failures == 1
+    assert ledger.losses.failures == 1
 
 
 def test_a_refused_call_is_told_though_its_consequences_were_heard_first():
@@ -137,7 +137,7 @@ def test_who_computes_while_a_collective_fails_is_waited_for_and_the_same_go_on(
     assert isinstance(phase, Suspending)
     ledger, phase, commands = play(ledger, phase, suspended(0, 40))
     assert commands == [Form(Membership(8, (0, 1, 2)), 40)]
-    assert ledger.failures == 1
+    assert ledger.losses.failures == 1
 
 
 def test_what_was_refused_surfaces_once_who_computes_has_answered():
@@ -152,7 +152,7 @@ def test_who_computes_and_is_lost_after_all_explains_the_failure(cause: str):
     gone = WorkerLost(0, cause, 9e3, 9e3)
     ledger, _, commands = play(LEDGER, Running(ABC), *ONE_COMPUTES, *LATER, gone)
     assert commands == [Abort(ABC), Form(Membership(8, (1, 2)), 40)]
-    assert ledger.failures == 1
+    assert ledger.losses.failures == 1
 
 
 def test_a_loss_explains_the_failure_though_others_answer_after_it():
@@ -160,7 +160,7 @@ def test_a_loss_explains_the_failure_though_others_answer_after_it():
     events = [refused, suspended(1, 40), *LATER, lost(0, 9e3), suspended(2, 40, at=9e3)]
     ledger, _, commands = play(LEDGER, Running(ABC), *events)
     assert commands == [Abort(ABC), Form(Membership(8, (1, 2)), 40)]
-    assert ledger.failures == 1
+    assert ledger.losses.failures == 1
 
 
 def test_a_newcomer_whose_source_died_goes_back_and_nobody_is_blamed():
@@ -174,7 +174,7 @@ def test_a_newcomer_whose_source_died_goes_back_and_nobody_is_blamed():
         suspended(2, -1),
     )
     assert commands == [Abort(ABC), Form(Membership(8, (0, 1)), 40)]
-    assert (ledger.standbys, ledger.failures) == (some(2), 0)
+    assert (ledger.standbys, ledger.losses.failures) == (some(2), 0)
 
 
 def test_a_newcomer_that_cannot_catch_up_after_others_formed_goes_back_to_the_pool():
@@ -187,13 +187,13 @@ def test_a_newcomer_that_cannot_catch_up_after_others_formed_goes_back_to_the_po
         suspended(2, 39),
     )
     assert commands == [Abort(ABC), Form(Membership(8, (0, 1)), 40)]
-    assert (ledger.standbys, ledger.failures) == (some(2), 0)
+    assert (ledger.standbys, ledger.losses.failures) == (some(2), 0)
 
 
 def test_generations_that_never_get_their_state_end_the_run_with_the_reason():
     failed = SyncFailed(2, "nobody holds row 3 of model/w", 5.0)
-    ledger, phase, _ = play(replace(LEDGER, in_vain=MAX_IN_VAIN - 1), Forming(ABC, 30.0), failed)
-    assert (ledger.in_vain, type(phase)) == (MAX_IN_VAIN, Suspending)
+    ledger, phase, _ = play(LEDGER.with_losses(in_vain=MAX_IN_VAIN - 1), Forming(ABC, 30.0), failed)
+    assert (ledger.losses.in_vain, type(phase)) == (MAX_IN_VAIN, Suspending)
     _, phase, commands = play(ledger, Forming(ABC, 30.0), failed)
     assert commands == [Retire((0, 1, 2))]
     assert phase == Finished(
@@ -202,7 +202,7 @@ def test_generations_that_never_get_their_state_end_the_run_with_the_reason():
         "w2: nobody holds row 3 of model/w",
     )
     ledger, _, _ = play(ledger, Running(ABC), Committed(7, 41, 0.1, 6.0))
-    assert ledger.in_vain == 0
+    assert ledger.losses.in_vain == 0
 
 
 def test_a_newcomer_that_holds_the_step_counts_as_a_survivor():
@@ -241,11 +241,11 @@ def test_a_generation_that_does_not_form_in_time_gives_up_the_silent():
         Tick(33.0),
     )
     assert commands == [Abort(ABC), Retire((2,)), Form(Membership(8, (0, 1)), 40)]
-    assert ledger.failures == 1
+    assert ledger.losses.failures == 1
 
 
 def test_a_generation_that_did_not_form_although_all_live_is_tried_again_at_a_cost():
     answers = [suspended(rank, 40, at=30.1) for rank in range(3)]
     ledger, _, commands = play(LEDGER, Forming(ABC, 30.0), Tick(30.0), *answers)
     assert commands == [Abort(ABC), Form(Membership(8, (0, 1, 2)), 40)]
-    assert ledger.failures == 1
+    assert ledger.losses.failures == 1

@@ -21,7 +21,7 @@ from elastic.control.events import (
 )
 from elastic.control.failover import have_all
 from elastic.control.standing import Standing
-from elastic.control.state import Ending, Finished, Forming, Running, Suspending, Waiting
+from elastic.control.state import Ending, Finished, Forming, Losses, Running, Suspending, Waiting
 from elastic.protocol.membership import Membership
 from tests.control.transitions import ABC, LEDGER, LIMITS, play, some
 
@@ -96,27 +96,31 @@ def test_what_takes_all_members_and_the_controller_along_is_not_tried_for_ever()
             limits=limits,
         )
         if attempt < limits.max_failures:
-            assert (ledger.step, ledger.failures, ledger.falls) == (40, 0, attempt + 1)
+            assert (ledger.step, ledger.losses.failures, ledger.losses.falls) == (
+                40,
+                0,
+                attempt + 1,
+            )
     assert isinstance(phase, Finished)
     assert phase.reason.startswith("3 times since step 40 was committed nobody was left")
 
 
 def test_a_fall_is_counted_whoever_was_about_to_load_the_state():
-    waiting = replace(LEDGER, failures=3, loading=some(3), next_worker=4)
+    waiting = replace(LEDGER, losses=Losses(failures=3), loading=some(3), next_worker=4)
     ledger, *_ = play(
         waiting,
         Waiting("nobody is left"),
         *(Adopted((), 9.0), WorkerStarted(4, 10.0), Loaded(4, 38, 11.0)),
     )
-    assert (ledger.step, ledger.falls) == (38, 1)
+    assert (ledger.step, ledger.losses.falls) == (38, 1)
 
 
 def test_a_run_that_has_to_wait_after_an_adoption_begins_to_count_its_newcomers_then():
-    ledger = replace(LEDGER, stillborn=5)
+    ledger = LEDGER.with_losses(stillborn=5)
     for phase, counted in ((Running(ABC), 0), (Waiting("nobody is left"), 5)):
         after, waiting, _ = play(ledger, phase, Adopted((Standing(3, "starting"),), 9.0))
         assert isinstance(waiting, Waiting)
-        assert after.stillborn == counted
+        assert after.losses.stillborn == counted
 
 
 def test_drains_alone_are_no_fall_whoever_hears_of_their_end():
@@ -126,7 +130,7 @@ def test_drains_alone_are_no_fall_whoever_hears_of_their_end():
         Running(ABC),
         *(Adopted((), 9.0), WorkerStarted(3, 10.0), Loaded(3, 38, 11.0)),
     )
-    assert (ledger.step, ledger.falls) == (38, 0)
+    assert (ledger.step, ledger.losses.falls) == (38, 0)
 
 
 def test_more_who_hold_the_state_than_may_be_members_are_not_all_members():

@@ -3,6 +3,8 @@
 from elastic.protocol.in_force import CommandsInForce, ReportsInForce
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages import to_worker as t
+from elastic.protocol.step_record import VoteHead
+from tests.control.fake_record import step_record
 
 LOAD, SYNC, LOG = t.Load("/run", 3), t.Sync(0, None), t.LogTo("/run")
 PAUSE, ABORT = t.Pause(1, 0, 2), t.Abort(1, 0, 2)
@@ -43,7 +45,7 @@ def test_what_was_done_is_not_asked_for_again():
 
 
 def committed(generation: int, step: int) -> r.Committed:
-    return r.Committed(generation, 0, ({"metrics": {"step": step}},), {})
+    return r.Committed(generation, 0, (step_record(step),), VoteHead(step, ()))
 
 
 def test_reports_count_until_their_generation_is_over_and_steps_until_they_are_on_record():

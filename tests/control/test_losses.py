@@ -29,6 +29,7 @@ from elastic.control.state import (
     Finished,
     Forming,
     Ledger,
+    Losses,
     Running,
     Suspending,
     Waiting,
@@ -53,7 +54,7 @@ def test_survivors_go_on_with_the_next_step_and_a_replacement_is_spawned():
     two = Membership(8, (1, 2))
     assert commands == [Abort(ABC), Form(two, 40)]
     assert phase == Forming(two, 39.0)
-    assert ledger == Ledger(8, 40, failures=1, next_worker=3, has_vote=True)
+    assert ledger == Ledger(8, 40, Losses(failures=1), next_worker=3, has_vote=True)
     healed = [Joined(8, 0, 0.0, 9.1), Joined(8, 1, 0.0, 9.1), Committed(8, 41, 0.1, 9.5)]
     ledger, phase, commands = play(ledger, phase, *healed, Tick(9.6))
     assert commands == [Spawn((3,))], "not before the survivors have committed a step"
@@ -178,7 +179,7 @@ def test_a_commit_heard_after_the_abort_still_counts():
         suspended(2, 40, prepared=True),
     )
     assert commands[1] == Form(Membership(8, (1, 2)), 41, roll_forward=(1, 2), vote_of=None)
-    assert (ledger.step, ledger.failures) == (41, 1)
+    assert (ledger.step, ledger.losses.failures) == (41, 1)
 
 
 def test_a_laggard_without_gradient_copies_the_state_again():
@@ -195,7 +196,9 @@ def test_below_min_the_survivors_wait_and_keep_the_state():
     assert phase == Waiting("1 of at least 2 workers left, step 40")
     assert commands == [Abort(ABC), Spawn((3, 4))]
     spawned, with_state = some(3, 4), some(1)
-    known = Ledger(7, 40, 2, next_worker=5, spawned=spawned, with_state=with_state, has_vote=True)
+    known = Ledger(
+        7, 40, Losses(2), next_worker=5, spawned=spawned, with_state=with_state, has_vote=True
+    )
     assert ledger == known
     _, phase, commands = play(ledger, phase, WorkerStarted(4, 10.0), Synced(4, 11.0))
     assert commands == [Sync(4, 1), Form(Membership(8, (1, 4)), 40)]
@@ -268,7 +271,7 @@ def test_the_place_of_who_cannot_be_reached_is_barred_for_a_minute_and_no_other_
 
 
 def test_a_spent_budget_ends_the_run_with_the_reason():
-    ledger = replace(LEDGER, failures=2, standbys=some(4))
+    ledger = replace(LEDGER, losses=Losses(failures=2), standbys=some(4))
     decision = transition(ledger, Running(ABC), lost(1), LIMITS)
     reason = "w1 lost (process_died): 3 failures since step 40 was committed, max_failures is 2"
     assert decision.phase == Finished("failed", reason)
@@ -276,9 +279,9 @@ def test_a_spent_budget_ends_the_run_with_the_reason():
 
 
 def test_a_committed_step_renews_the_budget_but_a_repeated_one_does_not():
-    ledger = replace(LEDGER, failures=2)
-    assert play(ledger, Running(ABC), Committed(7, 40, 0.1, 1.0))[0].failures == 2
-    assert play(ledger, Running(ABC), Committed(7, 41, 0.1, 1.0))[0].failures == 0
+    ledger = LEDGER.with_losses(failures=2)
+    assert play(ledger, Running(ABC), Committed(7, 40, 0.1, 1.0))[0].losses.failures == 2
+    assert play(ledger, Running(ABC), Committed(7, 41, 0.1, 1.0))[0].losses.failures == 0
 
 
 def test_who_crashes_in_the_same_step_each_time_does_not_begin_again_for_ever():
@@ -296,17 +299,18 @@ def test_who_crashes_in_the_same_step_each_time_does_not_begin_again_for_ever():
             limits=limits,
         )
         if attempt < limits.max_failures:
-            assert (ledger.step, ledger.failures, ledger.falls) == (40, 0, attempt + 1)
+            losses = ledger.losses
+            assert (ledger.step, losses.failures, losses.falls) == (40, 0, attempt + 1)
     assert isinstance(phase, Finished)
     assert phase.reason.startswith("3 times since step 40 was committed nobody was left")
 
 
 def test_a_loss_while_steps_are_done_again_is_one_loss():
-    ledger = replace(LEDGER, falls=2, fallen_from=100, failures=2)
+    ledger = LEDGER.with_losses(falls=2, fallen_from=100, failures=2)
     ledger, *_ = play(ledger, Running(ABC), Committed(7, 41, 0.1, 1.0))
-    assert (ledger.failures, ledger.falls) == (0, 2)
+    assert (ledger.losses.failures, ledger.losses.falls) == (0, 2)
     ledger, *_ = play(ledger, Running(ABC), Committed(7, 101, 0.1, 1.0))
-    assert ledger.falls == 0
+    assert ledger.losses.falls == 0
 
 
 def test_workers_that_die_before_they_take_part_are_replaced_ever_more_slowly():
@@ -330,11 +334,12 @@ def test_a_run_whose_workers_never_start_fails():
 
 def test_a_waiting_run_counts_those_workers_only_that_died_while_it_waits():
     """A bad node, as often as it was tried while the others trained."""
-    ledger = replace(LEDGER, spawned=some(3), next_worker=4, stillborn=5, respawn_at=20.0)
+    ledger = replace(LEDGER, spawned=some(3), next_worker=4)
+    ledger = ledger.with_losses(stillborn=5, respawn_at=20.0)
     two = Running(Membership(7, (0, 1)))
     ledger, phase, _ = play(ledger, two, lost(1), suspended(0, 40))
     assert isinstance(phase, Waiting)
-    assert (ledger.stillborn, ledger.respawn_at) == (0, 20.0)
+    assert (ledger.losses.stillborn, ledger.losses.respawn_at) == (0, 20.0)
     ledger, phase, _ = play(ledger, phase, lost(3, 30.0), Tick(31.0), lost(4, 32.0))
     assert isinstance(phase, Waiting)
     _, phase, _ = play(ledger, phase, Tick(34.0), lost(5, 35.0))

@@ -1,9 +1,11 @@
 """Journals of runs that began before a word was replaced: they are read as if it had never been."""
 
+from dataclasses import replace
+
 from elastic.control.events import Adopted, WorkerStarted
 from elastic.control.replay import JOURNAL_TYPES
 from elastic.control.standing import Standing
-from elastic.control.state import Ledger
+from elastic.control.state import Ledger, Losses, Save, Saves
 from elastic.protocol.encoding import decode, encode
 from elastic.protocol.membership import NumberSet
 
@@ -25,6 +27,21 @@ def test_a_standby_was_ready_and_who_waited_with_the_state_a_holder():
     old = encode(LEDGER)
     old["ready"], old["holders"] = old.pop("standbys"), old.pop("with_state")
     assert decode(old, JOURNAL_TYPES) == decode(encode(LEDGER), JOURNAL_TYPES) == LEDGER
+
+
+def test_losses_and_saves_were_fields_of_the_ledger():
+    save = Save(3, 40, NumberSet.of([0]))
+    new = replace(
+        LEDGER,
+        losses=Losses(failures=2, stillborn=1, respawn_at=4.5, barred=1, barred_until=9.0),
+        saves=Saves(save, published_at=1.5, asked_at=2.5, kept_step=40),
+    )
+    old = encode(new)
+    del old["losses"], old["saves"]
+    old |= {"failures": 2, "falls": 0, "fallen_from": -1, "in_vain": 0, "stillborn": 1}
+    old |= {"respawn_at": 4.5, "barred": 1, "barred_until": 9.0, "costly": []}
+    old |= {"save": encode(save), "saved_at": 1.5, "save_asked_at": 2.5, "kept_step": 40}
+    assert decode(old, JOURNAL_TYPES) == decode(encode(new), JOURNAL_TYPES) == new
 
 
 def test_a_standby_introduced_itself_as_ready():

@@ -78,22 +78,25 @@ def test_a_place_that_cost_a_life_is_remembered_and_told_until_its_step_is_commi
         "w0 lost (hung: too long), 2 of 3 left, min 1, budget 1/2; data of step 41 took the life "
         "of w0: the next one there has 300 s"
     )
-    assert decision.ledger.costly == COSTLY
-    again = transition(replace(LEDGER, costly=COSTLY), Running(ABC), taken(1, 310.0), LIMITS)
-    assert again.ledger.costly == (Costly(DATA, NumberSet.of((0, 1))),)
+    assert decision.ledger.losses.costly == COSTLY
+    again = transition(LEDGER.with_losses(costly=COSTLY), Running(ABC), taken(1, 310.0), LIMITS)
+    assert again.ledger.losses.costly == (Costly(DATA, NumberSet.of((0, 1))),)
     assert "data of step 41 took the life of w0 w1: the next one" in again.reason
     compute = transition(
         again.ledger, Running(ABC), taken(2, 320.0, Place(40, "compute")), LIMITS
     ).ledger
-    assert [str(c.place) for c in compute.costly] == ["data of step 41", "compute of step 41"]
+    assert [str(c.place) for c in compute.losses.costly] == [
+        "data of step 41",
+        "compute of step 41",
+    ]
     committed = Committed(7, 41, 0.1, 400.0)
-    assert transition(compute, Running(ABC), committed, LIMITS).ledger.costly == ()
+    assert transition(compute, Running(ABC), committed, LIMITS).ledger.losses.costly == ()
 
 
 def test_a_loss_that_is_no_slowness_makes_no_place_costly():
     died = WorkerLost(0, "process_died", 8.0, 9.0)
-    assert transition(LEDGER, Running(ABC), died, LIMITS).ledger.costly == ()
-    assert transition(LEDGER, Running(ABC), taken(0, 9.0, None), LIMITS).ledger.costly == ()
+    assert transition(LEDGER, Running(ABC), died, LIMITS).ledger.losses.costly == ()
+    assert transition(LEDGER, Running(ABC), taken(0, 9.0, None), LIMITS).ledger.losses.costly == ()
 
 
 def test_a_deadlock_of_the_program_ends_the_run_and_is_named():
@@ -117,14 +120,14 @@ def test_a_deadlock_of_the_program_ends_the_run_and_is_named():
 
 
 def test_a_controllers_successor_is_as_patient():
-    ledger = loads(dumps(replace(LEDGER, costly=COSTLY)), JOURNAL_TYPES)
-    assert ledger.costly == COSTLY
+    ledger = loads(dumps(LEDGER.with_losses(costly=COSTLY)), JOURNAL_TYPES)
+    assert ledger.losses.costly == COSTLY
     event = loads(dumps(taken(0, 9.0)), JOURNAL_TYPES)
     assert event == taken(0, 9.0)
     for kind in ("working", "stopped"):
         standings = tuple(Standing(w, kind, 7, w, 3, 40) for w in range(3))
         adopted = transition(ledger, Running(ABC), Adopted(standings, 20.0), LIMITS)
-        assert adopted.ledger.costly == COSTLY
+        assert adopted.ledger.losses.costly == COSTLY
 
 
 def test_the_survivors_regroup_as_after_any_loss():

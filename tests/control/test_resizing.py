@@ -46,7 +46,7 @@ def test_who_is_too_many_leaves_at_the_next_boundary_and_is_not_replaced():
     assert commands == [Form(two, 44)]
     ledger, phase, commands = play(ledger, phase, *joined(8, 2), Tick(13.0), Tick(90.0))
     assert (phase, commands) == (Running(two), [Retire((2,))])
-    assert (ledger.standbys, ledger.leaving, ledger.failures) == (some(), some(), 0)
+    assert (ledger.standbys, ledger.leaving, ledger.losses.failures) == (some(), some(), 0)
 
 
 def test_more_are_asked_for_at_once_and_enter():

@@ -101,7 +101,7 @@ def test_a_round_that_fails_costs_nobody_who_is_inside_a_piece_of_its_state(even
         Forming(again := Membership(8, ABC.workers), 1030.0),
         [Form(again, 40)],
     )
-    assert ledger.failures == 1
+    assert ledger.losses.failures == 1
 
 
 def test_of_those_who_do_not_answer_only_who_had_not_met_the_others_is_given_up():
@@ -137,13 +137,13 @@ def test_newcomers_that_have_no_memory_for_their_part_are_replaced_ever_later():
         assert told(ledger, phase, Tick(spawns_at - 0.1))[2] == []
         ledger, phase, commands = told(ledger, phase, Tick(spawns_at))
         assert commands == [Spawn((newcomer + 1,))]
-        assert (ledger.failures, isinstance(phase, Running)) == (0, True)
+        assert (ledger.losses.failures, isinstance(phase, Running)) == (0, True)
         started = [WorkerStarted(newcomer + 1, at), Synced(newcomer + 1, at)]
         paused = [Paused(generation + 1, rank, 40 + generation, at) for rank in (0, 1)]
         ledger, phase, _ = told(ledger, phase, *started, *paused)
         assert phase.newcomers == some(newcomer + 1)
     joined = [Joined(12, rank, 0.1, 30.0, 50) for rank in range(3)]
-    assert told(ledger, phase, *joined)[0].stillborn == 0
+    assert told(ledger, phase, *joined)[0].losses.stillborn == 0
 
 
 def test_a_checkpoint_is_published_once_its_step_is_committed():
@@ -152,7 +152,7 @@ def test_a_checkpoint_is_published_once_its_step_is_committed():
     ledger, phase, commands = told(ledger, Running(ABC), *parts)
     assert commands == []
     ledger, phase, commands = told(ledger, phase, Committed(7, 41, 0.1, 1.1))
-    assert (ledger.save, commands) == (Save(), [Publish(7, 41)])
+    assert (ledger.saves.current, commands) == (Save(), [Publish(7, 41)])
 
 
 def test_a_member_lost_at_the_end_is_replaced_by_its_copy_and_the_others_end_again():

@@ -63,7 +63,7 @@ def simulate(
         past.append((ledger, phase, len(journal), entry))
         is_dying = faults.controller_kills > 0
         is_deaf = faults.dies_retiring and any(isinstance(c, Retire) for c in commands)
-        is_dying = is_dying and (is_deaf or cluster.rng.random() < cluster.controller_chance())
+        is_dying = is_dying and (is_deaf or cluster.rng.random() < cluster.harm.controller_chance())
         is_dying = is_dying and not isinstance(phase, Finished)
         num_heard = 0 if is_deaf else cluster.rng.randint(0, len(commands)) if is_dying else None
         for command in commands[:num_heard] if is_dying else commands:
@@ -110,7 +110,7 @@ def check_conservation(cluster: FakeCluster, ledger: Ledger, phase: Phase) -> No
         members -= set(phase.lost)
     assert not members & outside
     assert not isinstance(phase, Active) or not ledger.with_state
-    assert ledger.kept_step < 0 or ledger.kept_step in cluster.published, ledger
+    assert ledger.saves.kept_step < 0 or ledger.saves.kept_step in cluster.published, ledger
     alive = {w.number for w in cluster.workers.values() if w.is_alive} | set(cluster.pending)
     assert not cluster.retired & (members | outside), "counts on somebody whom it has retired"
     assert set(ledger.leaving) <= members | outside, ledger

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from elastic.protocol.messages.peer import Update
+from elastic.protocol.step_record import KnownSteps
 from tests.device import device
 from tests.device.ranks import all_good, run_ranks
 from tests.device.training import build, enter, train
@@ -15,7 +16,9 @@ from workers.distributed.process_group import Alone
 from workers.membership.state_stream import Follower, receive_tensors
 from workers.train_state.snapshot import Arena, HostMemory
 
-UPDATE = Update(1, is_finite=True, divisor=1.0, num_microbatches=1, log_names=(), records={})
+UPDATE = Update(
+    1, is_finite=True, divisor=1.0, num_microbatches=1, log_names=(), records=KnownSteps((), None)
+)
 
 
 @pytest.fixture

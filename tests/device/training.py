@@ -10,7 +10,8 @@ from tests.device import device as simulated
 from tests.device.ranks import Meeting
 from tests.workers import sharded_rig as rig
 from tests.workers.fake_groups import ThreadGroup, run_threads
-from workers.distributed.process_group import Alone, AnyGroup, Unconnected
+from workers.distributed.device_mesh import Unconnected
+from workers.distributed.process_group import Alone, AnyGroup
 from workers.parallel.strategy import Strategy
 from workers.step.randomness import seed_microbatch
 

@@ -164,22 +164,22 @@ ELSEWHERE = (
     Mutation(
         "losses after a notice count against the budget",
         RECOVERY,
-        "failures = ledger.failures + len(lost - ledger.leaving)",
-        "failures = ledger.failures + len(lost)",
+        "failures = ledger.losses.failures + len(lost - ledger.leaving)",
+        "failures = ledger.losses.failures + len(lost)",
         "tests/control/test_drain.py",
     ),
     Mutation(
         "the budget of losses begins anew with no step",
         "elastic/control/pool.py",
-        "        failures=0,\n        in_vain=0,",
-        "        in_vain=0,",
+        "failures=0, in_vain=0, falls=falls",
+        "in_vain=0, falls=falls",
         "tests/control/test_losses.py",
     ),
     Mutation(
         "falls are forgotten when the step that they fell from is reached again",
         "elastic/control/pool.py",
-        "ledger.falls if step <= ledger.fallen_from else 0",
-        "ledger.falls if step < ledger.fallen_from else 0",
+        "losses.falls if step <= losses.fallen_from else 0",
+        "losses.falls if step < losses.fallen_from else 0",
         "tests/control/test_losses.py",
     ),
     Mutation(

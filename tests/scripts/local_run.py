@@ -16,7 +16,7 @@ import cloudpickle
 from elastic.config import RunConfig
 from elastic.control import commands as c
 from elastic.control import events as e
-from elastic.control.commands import interruption
+from elastic.control.translation import event_of, interruption
 from elastic.controller.loop import control
 from elastic.controller.settings import limits_of, worker_spec
 from elastic.on_ray.links import LinkServer
@@ -33,17 +33,18 @@ TOKEN = "secret"
 
 def work(spec: Any, pickled: bytes, environment: dict[str, str]) -> None:
     """The main function of a worker's process."""
-    from workers.worker import Worker
+    from workers.worker import Around, Worker
 
     os.environ.update(environment)
     os.chdir(environment["HERE"])
-    roles: dict[str, Any] = {
-        "find_controller": lambda: None,
-        "open_feed": lambda *_: None,
-        "enter_child": lambda: None,
-        "drain_node": lambda seconds: None,
-    }
-    Worker(spec, pickled, node_id="node", **roles).run()
+    around = Around(
+        node_id="node",
+        find_controller=lambda: None,
+        open_feed=cast(Any, lambda *_: None),
+        enter_child=lambda: None,
+        drain_node=lambda seconds: None,
+    )
+    Worker(spec, pickled, around).run()
 
 
 class LocalRun:
@@ -218,13 +219,13 @@ class LocalRun:
                 self._progress.commits.hear_held(report)
             case r.Joined():
                 self._progress.hear_joined(report)
-                self._say(e.event_of(worker, report, time.monotonic()))
+                self._say(event_of(worker, report, time.monotonic()))
             case r.Suspended(generation) if self._progress.commits.is_news(generation):
                 self._progress.hear_suspended(worker, report)
-                self._say(e.event_of(worker, report, time.monotonic()))
+                self._say(event_of(worker, report, time.monotonic()))
             case r.ScriptLevel():
                 self.level = report
             case r.Measured() | r.LastWords() | r.ScriptMove():
                 pass
             case _:
-                self._say(e.event_of(worker, cast(Any, report), time.monotonic()))
+                self._say(event_of(worker, cast(Any, report), time.monotonic()))

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 from elastic.on_ray.links import LinkServer
 from elastic.protocol.messages.to_controller import Committed, Introduction, Report
 from elastic.protocol.messages.to_worker import Checkpoint, ToWorker
+from elastic.protocol.step_record import VoteHead
+from tests.control.fake_record import step_record
 from workers.health.unanswered import Unanswered
 from workers.membership.link import ControllerLink
 
@@ -24,7 +26,7 @@ MADE: list[Any] = []
 
 def committed(step: int, payload: bytes = b"") -> Committed:
     """Something for the controller to hear, in force until it is on record."""
-    return Committed(1, 0, ({"metrics": {"step": step}},), {}, payload)
+    return Committed(1, 0, (step_record(step),), VoteHead(step, ()), payload)
 
 
 def asked(step: int) -> Checkpoint:

@@ -19,9 +19,9 @@ from workers.parallel.pipeline.passes import StagePasses
 from workers.parallel.pipeline.reducer import PipelineReducer
 from workers.parallel.pipeline.stage import StageModel
 from workers.reduction.reducers import Reduced
-from workers.step.buffers import TrackedBuffers
 from workers.step.precision import Casting, cast_inputs
 from workers.train_state.blocks import blocks_of
+from workers.train_state.train_state import TrackedBuffers
 
 TIMEOUT_S = 60.0
 

@@ -13,13 +13,16 @@ from elastic.protocol.messages.to_worker import Abort, Form
 from elastic.protocol.worker_spec import WorkerSpec
 from tests.workers import where
 from tests.workers.fake_groups import ThreadGroup
+from tests.workers.waits import NAMES, waits
 from workers.checkpoint.saver import Saver
 from workers.data.loader import Loader
 from workers.health.vitals import Vitals
+from workers.loop import fit
 from workers.membership.member import Member
 from workers.membership.state_stream import PeerServer
 from workers.parallel.build import build_strategy
 from workers.session import Session
+from workers.worker import Built
 
 CPU = where.CPU
 
@@ -116,13 +119,15 @@ class FakeLink:
 
 
 def spec(reduction="bitwise", *, parallel="ddp", **changes):
+    """changes: of its fields, and of those of its timeouts."""
+    seconds = {"join_s": 5.0, "operation_s": 60.0}
+    seconds |= {name: changes.pop(name) for name in NAMES if name in changes}
     plain = WorkerSpec(
         worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=12, micro_batch=3,
         parallel=Parallel.of(parallel), reduction=reduction, clip_norm=0.5, seed=3,
-        eval_every=None, checkpoint_every=None, max_nonfinite=1, detect_s=3.0, heartbeat_s=0.5,
-        silence_s=3.0, join_timeout_s=5.0, operation_timeout_s=60.0, has_checkpoints=False,
-        lease_s=30.0,
+        eval_every=None, checkpoint_every=None, max_nonfinite=1, detect_s=3.0,
+        timeouts=waits(**seconds), has_checkpoints=False,
     )  # fmt: skip
     return replace(plain, **changes)
 
@@ -155,6 +160,14 @@ class Rig:
         )  # fmt: skip
         self.link.commands.hear = self.member.hear
         self.session = Session(self.spec, self.workload, self.member, self.loader)
+
+    @property
+    def built(self):
+        """As a worker has it."""
+        return Built(
+            self.workload, self.strategy, self.member.peers, self.member.saver, self.member,
+            self.session, fit,
+        )  # fmt: skip
 
     def form(self, generation, step, vote=None, payload=b"", **changes):
         self.link.commands.put(form(generation, step, vote=vote, payload=payload, **changes))

@@ -14,6 +14,7 @@ from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
 from tests.workers import where
+from tests.workers.waits import waits
 from workers.backup.backup import Backup, NoBackup
 from workers.checkpoint.saver import share
 from workers.data.placement import to_device
@@ -108,7 +109,7 @@ def spec(parallel: str, reduction: str = "bitwise", **options: Any) -> WorkerSpe
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=32, micro_batch=4,
         parallel=Parallel.of(parallel), reduction=reduction, clip_norm=0.5, seed=3,
         eval_every=None, checkpoint_every=None, has_checkpoints=True, max_nonfinite=1, detect_s=3.0,
-        heartbeat_s=0.5, silence_s=3.0, join_timeout_s=60.0, operation_timeout_s=60.0, lease_s=30.0,
+        timeouts=waits(join_s=60.0, operation_s=60.0),
     )  # fmt: skip
     return replace(plain, **options)
 

@@ -1,10 +1,13 @@
 """What is said of a step that broke before its vote, and of one that is rolled forward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages.to_worker import Load
+from elastic.protocol.step_record import StepMetrics
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.workers import where
@@ -55,11 +58,11 @@ def step(session: Session) -> bool:
 
 
 def lines_of(link) -> list[dict]:
-    return [line["metrics"] for fields, _ in link.of("committed") for line in fields["steps"]]
+    return [step.metrics for fields, _ in link.of("committed") for step in fields["steps"]]
 
 
-def told(metrics: dict) -> tuple[int, int]:
-    return metrics["step"], metrics["generation"]
+def told(metrics: StepMetrics) -> tuple[int, int]:
+    return metrics.step, metrics.generation
 
 
 def test_a_step_that_broke_before_its_vote_is_not_said_to_be_committed(made):
@@ -79,7 +82,7 @@ def test_a_step_that_broke_before_its_vote_is_not_said_to_be_committed(made):
     assert [told(line) for line in lines_of(link)] == [(1, 1), (1, 1)], "the first said again"
     assert step(session)
     assert told(lines_of(link)[-1]) == (2, 2)
-    assert len(member.records.to_frame()["steps"]) == 2
+    assert len(member.records.known().steps) == 2
 
 
 def test_a_step_that_broke_in_its_apply_leaves_no_vote_of_another_step(made):
@@ -109,7 +112,7 @@ def roll_forward(made, **other) -> Session:
     session._reducer_of = (0, ())  # the reducer of the group that fails
     vote, payload = member.records.vote_of(1)
     link.commands.put(abort(1))
-    link.commands.put(form(2, 2, vote={**vote, **other}, payload=payload))
+    link.commands.put(form(2, 2, vote=replace(vote, **other), payload=payload))
     return session
 
 

@@ -11,7 +11,7 @@ from elastic.protocol.mesh import microbatch_ids
 from tests.workers.fake_groups import ThreadGroup, run_threads
 from workers.reduction.tree import FlatLayout, TreeFold
 from workers.reduction.tree_reduction import reduce_tree
-from workers.step.buffers import TrackedBuffers
+from workers.train_state.train_state import TrackedBuffers
 
 
 class Counting(nn.Module):

@@ -7,8 +7,10 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 from elastic.protocol.messages.to_worker import Form, Load, Sync
+from elastic.protocol.step_record import KnownSteps, VoteHead
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
+from tests.control.fake_record import step_record
 from tests.workers import session_rig
 from tests.workers.ranks import run_ranks
 from tests.workers.session_rig import CPU, FakeLink, obey
@@ -56,10 +58,10 @@ def member_of(work: Looking, place: str) -> Member:
     )  # fmt: skip
 
 
-def lines(generation: int, *steps: int) -> dict[str, Any]:
-    """What is known of steps that are not on record."""
-    said = [{"metrics": {"step": step, "generation": generation}} for step in steps]
-    return {"steps": said, "vote": [{"step": steps[-1], "log_names": []}, ""]}
+def known(generation: int, *steps: int) -> KnownSteps:
+    """Of steps that are not on record."""
+    said = tuple(step_record(step, generation) for step in steps)
+    return KnownSteps(said, VoteHead(steps[-1], ()))
 
 
 def form(generation: int, rank: int, world_size: int, store: Any, step: int) -> Form:
@@ -79,19 +81,19 @@ def test_who_comes_back_from_the_pool_knows_what_the_lowest_rank_knows_and_nothi
             obey(member, Load("", 0))
             assert obey(member, form(1, 0, 1, None, 0))
             train(member.strategy, member.group, "fsdp", 2, work=work)
-            member.records.take(lines(1, 1, 2))
+            member.records.take(known(1, 1, 2))
             obey(member, session_rig.abort(1))
         else:
-            member.records.take(lines(0, 1, 2))
+            member.records.take(known(0, 1, 2))
             obey(member, Sync(0, None))
-        before = member.records.to_frame()
+        before = member.records.known()
         assert obey(member, form(2, ranks.index, 2, ranks.address, 2))
-        return before, member.step, member.records.to_frame(), work.phases[-1]
+        return before, member.step, member.records.known(), work.phases[-1]
 
     told = run_ranks(2, body)
-    assert [before["steps"] for before, *_ in told] == [lines(1, 1, 2)["steps"], []]
+    assert [before.steps for before, *_ in told] == [known(1, 1, 2).steps, ()]
     for _, step, frame, phase in told:
-        assert (step, frame) == (2, lines(1, 1, 2))
+        assert (step, frame) == (2, known(1, 1, 2))
         assert phase == "restore", "its own work, for which nobody is waited"
 
 

@@ -58,8 +58,7 @@ class Reporting:
         torch.set_num_threads(1)
         self.rig = rig = Rig("bitwise", workload)
         self.worker = worker = object.__new__(Worker)
-        worker._spec, worker._replica, worker._member = rig.spec, rig.train_state, rig.member
-        worker._session, worker._link = rig.session, rig.link
+        worker._spec, worker._built, worker._link = rig.spec, rig.built, rig.link
         worker._keep_log = lambda: None
 
     def train(self):

@@ -1,6 +1,7 @@
 """Results of evaluations after a loss or a roll back: whose they are, how often they are told."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,13 +79,6 @@ def test_the_lowest_rank_says_the_last_result_again_with_every_generation(rig):
     assert rig.link.of("evaluated")[2][0]["evaluation"].step == 2
 
 
-class Quiet(Worker):
-    """Without the process around it."""
-
-    def _process(self) -> None:
-        pass
-
-
 class Silent:
     """A saver, a notice that have nothing to repeat, and a pulse."""
 
@@ -97,9 +91,10 @@ class Silent:
 
 def test_the_lowest_rank_says_the_last_result_again_to_a_new_controller(rig):
     assert evaluate(rig, 5.0) == 5.0
-    worker = object.__new__(Quiet)
-    worker._member, worker._saver = rig.member, Silent()
+    worker = object.__new__(Worker)  # without the process around it
+    worker._built = replace(rig.built, saver=Silent())
     worker._notice, worker._pulse = Silent(), Silent()
+    worker._around = SimpleNamespace(node_id="n")
     for rank in (0, 1):
         rig.sit(rank)
         worker._introduce(("127.0.0.1", 1))

@@ -26,7 +26,6 @@ def rig(request):
     worker = object.__new__(Worker)  # its end alone, without the process around it
     worker._log, worker._place = SimpleNamespace(collect=lambda: None, path=None), None  # pyright: ignore
     made.member._on_finish = worker._finish
-    worker._strategy = made.strategy
     if isinstance(made.strategy, Sharded):
         made.strategy.shards.holding = Ownership("initial")
     made.form(generation=1, step=0, holders=[])

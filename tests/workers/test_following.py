@@ -14,7 +14,9 @@ from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.direction import pack
 from elastic.protocol.messages.to_worker import Load, LogTo, Sync
+from elastic.protocol.step_record import KnownSteps, StepRecord
 from tests.workers.session_rig import Rig, form, obey
+from tests.workers.waits import waits
 from workers.train_state.digest import weights_sha256
 from workers.train_state.out_of_memory import OutOfMemory, told_as_loss
 
@@ -46,13 +48,13 @@ def pair():
         rig.loader.close()
 
 
-def lines_of(rig) -> list[dict]:
-    return [line for fields, _ in rig.link.of("committed") for line in fields["steps"]]
+def steps_of(rig) -> list[StepRecord]:
+    return [step for fields, _ in rig.link.of("committed") for step in fields["steps"]]
 
 
-def without_its_seconds(line: dict) -> dict:
+def without_its_seconds(step: StepRecord) -> StepRecord:
     """What a source tells of a step is under way before the step is over on it."""
-    return {**line, "metrics": {**line["metrics"], "step_s": None}}
+    return replace(step, metrics=replace(step.metrics, step_s=0.0))
 
 
 def test_a_follower_says_the_steps_that_its_source_could_not(pair):
@@ -65,11 +67,11 @@ def test_a_follower_says_the_steps_that_its_source_could_not(pair):
     newcomer.form(generation=2, step=3, recorded_step=1)
     assert newcomer.step().committed
     *repeated, last = newcomer.link.of("committed")
-    assert [line["metrics"]["step"] for line in repeated[0][0]["steps"]] == [2, 3]
-    theirs = [without_its_seconds(line) for line in lines_of(source)[1:]]
-    assert [without_its_seconds(line) for line in repeated[0][0]["steps"]] == theirs
+    assert [step.step for step in repeated[0][0]["steps"]] == [2, 3]
+    theirs = [without_its_seconds(step) for step in steps_of(source)[1:]]
+    assert [without_its_seconds(step) for step in repeated[0][0]["steps"]] == theirs
     assert repeated[0][1] == source.link.of("committed")[-1][1], "the newest vote"
-    assert last[0]["steps"][-1]["metrics"]["step"] == 4
+    assert last[0]["steps"][-1].step == 4
     assert source.step().committed
     assert weights_sha256(source.train_state.model) == weights_sha256(newcomer.train_state.model)
 
@@ -81,7 +83,7 @@ def test_a_follower_whose_source_is_lost_goes_on_from_its_own_state(pair):
     load = Load("", 1)
     obey(newcomer.member, load)
     (said,) = newcomer.link.of("committed")
-    assert [line["metrics"]["step"] for line in said[0]["steps"]] == [2]
+    assert [step.step for step in said[0]["steps"]] == [2]
     assert newcomer.link.sent[-1][0:2] == ("loaded", {"step": 2, "damaged": (), "origin": 1})
 
 
@@ -112,7 +114,7 @@ def test_what_is_on_record_is_not_kept(pair):
         assert source.step().committed
     newcomer.member._copying.catch_up(4, 1, lambda: False)
     assert newcomer.member.records.known_from(2) == 4
-    assert len(newcomer.member.records.to_frame()["steps"]) == 2
+    assert len(newcomer.member.records.known().steps) == 2
 
 
 TCP_REPAIR = 19
@@ -142,7 +144,7 @@ def test_a_source_whose_link_is_cut_is_given_up(pair):
 def test_a_generation_does_not_wait_for_an_update_that_was_lost_with_its_link(pair):
     """The newcomer counts as synced, and is told to catch up to a step that never comes."""
     source, newcomer = pair
-    newcomer.member._copying._spec = replace(newcomer.spec, join_timeout_s=120.0)
+    newcomer.member._copying._spec = replace(newcomer.spec, timeouts=waits(join_s=120.0))
     (follower,) = source.member.followers._all
     vanish(follower._connection)
     assert source.step().committed
@@ -156,7 +158,7 @@ def offer_too_much(listener: socket.socket) -> None:
     """A source whose state is larger than any memory."""
     connection, _ = listener.accept()
     wire.receive(connection)
-    connection.sendall(pack(peer.State({}, {}, 0, (("w", "float32", (2**46,)),))))
+    connection.sendall(pack(peer.State({}, KnownSteps((), None), 0, (("w", "float32", (2**46,)),))))
 
 
 def test_a_newcomer_without_memory_for_the_copy_leaves_alone_and_says_why():

@@ -16,22 +16,22 @@ from workers.distributed.rendezvous import Rendezvous
 @pytest.fixture
 def rig():
     torch.set_num_threads(1)
-    made = Rig("bitwise", join_timeout_s=60.0)
+    made = Rig("bitwise", join_s=60.0)
     yield made
     made.loader.close()
 
 
 def test_an_abort_in_the_instant_a_formation_begins_ends_it(rig, monkeypatch):
-    rendezvous, form_for = Rendezvous("127.0.0.1"), process_group.form_for
+    rendezvous, begin = Rendezvous("127.0.0.1"), process_group.form
 
-    def taken_back(*asked):
+    def taken_back(**asked):
         rig.member.hear(abort(1))
-        return form_for(*asked)
+        return begin(**asked)
 
-    monkeypatch.setattr(process_group, "form_for", taken_back)
+    monkeypatch.setattr(process_group, "form", taken_back)
     began = time.monotonic()
     assert not obey(rig.member, form(1, 0, world_size=2, store=rendezvous.open(1)))
-    assert time.monotonic() - began < rig.spec.join_timeout_s / 2
+    assert time.monotonic() - began < rig.spec.timeouts.join_s / 2
     obey(rig.member, abort(1))
     assert [kind for kind, _, _ in rig.link.sent] == ["suspended"]
     rendezvous.forget()

@@ -74,10 +74,10 @@ def trained(parallel: str, group: Any = None) -> tuple[str, float, list[Any]]:
         take_step(rig)
     values = [{"x": torch.full((WIDTH,), i / 5), "y": torch.tensor(i % 2)} for i in range(10)]
     evaluated = rig.session.evaluate(values, rig.workload.loss)
-    told = [step["metrics"] for of, _ in rig.link.of("committed") for step in of["steps"]]
+    told = [step.metrics for of, _ in rig.link.of("committed") for step in of["steps"]]
     rig.loader.close()
     names = ("step", "loss", "user", "samples")
-    about = [[m[name] for name in names] for m in told]
+    about = [[getattr(m, name) for name in names] for m in told]
     return rig.strategy.weights_sha256(), evaluated, about
 
 

@@ -13,12 +13,14 @@ import torch
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_worker import Sync
+from elastic.protocol.step_record import KnownSteps
 from tests.workers import where
 from tests.workers.session_rig import Rig, abort, obey
+from tests.workers.waits import waits
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Alone
 from workers.distributed.rendezvous import Rendezvous
-from workers.membership import member, own_group, state_stream
+from workers.membership import member, state_stream
 from workers.train_state.digest import weights_sha256
 from workers.train_state.snapshot import HostMemory
 
@@ -51,8 +53,8 @@ def slow_link(monkeypatch):
 @pytest.fixture
 def rigs(place, monkeypatch):
     torch.set_num_threads(1)
-    monkeypatch.setattr(own_group, "connect_for", where.connecting_threads())
-    made = [Rig("bitwise", thread=rank, join_timeout_s=LONG_S, worker=rank) for rank in range(3)]
+    monkeypatch.setattr(member, "connect_for", where.connecting_threads())
+    made = [Rig("bitwise", thread=rank, join_s=LONG_S, worker=rank) for rank in range(3)]
     yield made
     for rig in made:
         rig.loader.close()
@@ -123,7 +125,7 @@ def test_the_copy_may_take_longer_than_the_backend_lets_a_collective_wait(
     monkeypatch.setattr(member, "ROUND_OF_JOINING", 0.05 / LONG_S)
     source, newcomer, _ = rigs
     for rig in (source, newcomer):
-        rig.member.spec = replace(rig.spec, operation_timeout_s=LIMIT_S)
+        rig.member.spec = replace(rig.spec, timeouts=waits(join_s=LONG_S, operation_s=LIMIT_S))
     lag(source, newcomer, slow_link)
     send_state, took_s = state_stream.send_state, []
 
@@ -162,7 +164,7 @@ def test_one_that_lags_is_told_so_once_however_long_an_update_is_on_its_way(monk
     follower = state_stream.Follower(ours, worker=3)
     large = {"w": torch.zeros(2**20)}  # more than a socket takes
     for step in range(6):
-        update = peer.Update(step, True, 1.0, 1, (), {})
+        update = peer.Update(step, True, 1.0, 1, (), KnownSteps((), None))
         follower.offer(update, large)
     kinds = []
     memory = HostMemory()

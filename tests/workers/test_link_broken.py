@@ -59,7 +59,7 @@ def ended():
 
 def heard(controller: Controller) -> list[int]:
     """Steps, once each, as they were heard first."""
-    said = [s.steps[-1]["metrics"]["step"] for s in controller.heard if isinstance(s, Committed)]
+    said = [s.steps[-1].step for s in controller.heard if isinstance(s, Committed)]
     return list(dict.fromkeys(said))
 
 

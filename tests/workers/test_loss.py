@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from elastic.protocol.errors import WrongInput
-from workers.step.microbatches import Microbatches, check_loss
+from workers.step.vote import Microbatches, check_loss
 
 ONE = torch.ones(1, requires_grad=True)
 

@@ -58,9 +58,9 @@ def test_a_survivor_that_missed_the_vote_rolls_forward_to_the_same_bits(rigs):
     assert weights_sha256(committed.train_state.model) == weights_sha256(behind.train_state.model)
     records = [
         {
-            line["samples"]["step"]: line["samples"]
+            step.step: step.samples
             for fields, _ in rig.link.of("committed")
-            for line in fields["steps"]
+            for step in fields["steps"]
         }
         for rig in rigs
     ]
@@ -352,7 +352,7 @@ def test_at_the_end_the_lowest_rank_says_again_what_is_not_on_record(rigs):
         with pytest.raises(RunEnded):
             each.member.returned()
     *_, (fields, vote) = rig.link.of("committed")
-    assert [line["metrics"]["step"] for line in fields["steps"]] == [2, 3]
+    assert [step.step for step in fields["steps"]] == [2, 3]
     assert vote == rig.link.of("committed")[-2][1]
     assert [kind for kind, _, _ in rig.link.sent[-2:]] == ["committed", "ended"]
     assert len(other.link.of("committed")) == 3, "one says it"
@@ -417,7 +417,7 @@ def test_the_lowest_rank_alone_reports_a_step():
         rig.join(InThread(group.rank(), group._mailboxes))
         assert rig.step().committed
         rig.loader.close()
-        return len(rig.link.of("committed")), len(rig.member.records.to_frame()["steps"])
+        return len(rig.link.of("committed")), len(rig.member.records.known().steps)
 
     assert run_threads(2, body) == [(1, 1), (0, 1)]
 

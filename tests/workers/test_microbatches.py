@@ -9,7 +9,8 @@ import torch
 from tests.workers.session_rig import Rig
 from workers.data.loader import LoadedBatch
 from workers.data.step_batches import StepBatches
-from workers.step.microbatches import Microbatches, NoPasses, kept
+from workers.parallel.strategy import NoPasses
+from workers.step.vote import Microbatches, kept
 
 
 def test_logging_a_tensor_does_not_wait_for_its_device():

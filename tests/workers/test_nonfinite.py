@@ -14,7 +14,7 @@ from tests.workers.session_rig import InThread, Rig, Tiny
 from tests.workers.sharded_rig import build, enter
 from workers.distributed.process_group import Alone
 from workers.nonfinite import Inspection, explain, told
-from workers.step.microbatches import NoPasses
+from workers.parallel.strategy import NoPasses
 from workers.step.vote import MicrobatchRecord
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -123,7 +123,7 @@ def test_steps_without_any_weight_are_skipped_and_then_named_as_what_they_are():
     rig.form(generation=1, step=0)
     assert rig.step().committed
     [said] = rig.link.of("committed")[0][0]["steps"]
-    assert said["metrics"]["applied"] is False
+    assert said.metrics.applied is False
     with pytest.raises(FloatingPointError) as raised:
         rig.step()
     rig.loader.close()

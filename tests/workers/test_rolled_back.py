@@ -15,7 +15,7 @@ from workers.membership.member import Member, RunEnded
 from workers.membership.state_stream import PeerServer
 from workers.parallel.build import build_strategy
 from workers.session import Session
-from workers.worker import Worker
+from workers.worker import Built, Worker
 
 pytestmark = pytest.mark.usefixtures("place")
 STEPS = 4
@@ -58,10 +58,11 @@ def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
         on_log_to=lambda place: None, on_finish=lambda member, place: strategy.weights_sha256(),
     )  # fmt: skip
     link.commands.hear = member.hear
-    loader = Loader(Tiny(), 3, 12, 3)
+    work = Tiny()
+    loader = Loader(work, 3, 12, 3)
     worker = object.__new__(Worker)  # its loop alone, without the process around it
-    worker._spec, worker._replica, worker._member = settings, strategy.train_state, member
-    worker._link, worker._vitals, worker._returned_at = link, vitals, STEPS
+    worker._spec, worker._link, worker._vitals = settings, link, vitals
+    worker._returned_at = STEPS
     load = Load(place, 0)
     finish = Finish(2, 0, 1, "succeeded", None, STEPS)
     again = (abort(1), load, form(2, 0)) if loses else ()
@@ -69,7 +70,8 @@ def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
         link.commands.put(command)
     loop = Losing(member, loses=loses)
     try:
-        worker._loop(Session(settings, Tiny(), member, loader), loop)
+        session = Session(settings, work, member, loader)
+        worker._loop(Built(work, strategy, member.peers, member.saver, member, session, loop))
     except RunEnded:
         return loop, member
     finally:

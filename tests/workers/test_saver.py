@@ -1,6 +1,5 @@
 """The shares of a replicated state, and a state that goes through files and comes back."""
 
-import json
 import os
 import threading
 
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from elastic.protocol.layout import Position
-from elastic.protocol.manifest import check_cover, merge, part_from_json
+from elastic.protocol.manifest import SavedPart, check_cover, merge
 from elastic.protocol.mesh import Mesh, Parallel
 from elastic.protocol.messages.to_controller import PartFailed, PartSaved
 from elastic.store.catalogue import Catalogue, file_name
@@ -109,9 +108,9 @@ def test_a_state_saved_at_any_world_size_is_loaded_at_any_other(tmp_path, saved_
     for saver in savers:
         saver._wait_moving()
     assert [type(said) for said in link.said] == [PartSaved] * saved_at
-    contents = [json.loads(said.payload) for said in link.said]
-    parts = [part_from_json(content["part"]) for content in contents]
-    states = [content["state"] for content in contents if content["state"] is not None]
+    saved = [SavedPart.unpack(said.payload) for said in link.said]
+    parts = [each.part for each in saved]
+    states = [each.state for each in saved if each.state is not None]
     assert len(states) == 1
     for tensor in merge(parts)[1]:
         check_cover(tensor)
@@ -140,10 +139,9 @@ def test_damage_found_half_way_leaves_a_trained_replica_as_it_was(tmp_path) -> N
     saver.open(str(tmp_path))
     saver.begin(train_state, By(0, 1))
     saver._wait_moving()
-    content = json.loads(link.said[0].payload)
+    saved = SavedPart.unpack(link.said[0].payload)
     catalogue = Catalogue(open_folder(str(tmp_path)).at("checkpoints"))
-    parts = [part_from_json(content["part"])]
-    manifest = catalogue.publish(9, 4, parts, content["state"], {})
+    manifest = catalogue.publish(9, 4, [saved.part], saved.state, {})
     path = tmp_path / "checkpoints" / "step-00000009" / manifest.files[0].name
     whole = bytearray(path.read_bytes())
     whole[-1] ^= 1
@@ -164,9 +162,9 @@ def test_a_step_that_is_saved_already_is_only_pinned(tmp_path) -> None:
     saver.begin(train_state, by)
     saver.save(train_state, by, lambda: False, is_pinned=False)
     saver.save(train_state, by, lambda: False, is_pinned=True)
-    said = [json.loads(said.payload) for said in link.said]
-    assert [content["is_pinned"] for content in said] == [False, True]
-    assert said[0]["part"] == said[1]["part"]
+    said = [SavedPart.unpack(said.payload) for said in link.said]
+    assert [each.is_pinned for each in said] == [False, True]
+    assert said[0].part == said[1].part
 
 
 def test_whatever_a_saver_meets_is_reported(tmp_path) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_worker import Load
+from elastic.protocol.step_record import KnownSteps
 from tests.workers.places import Place
 from tests.workers.session_rig import Rig, Tiny, obey
 from tests.workers.sharded_rig import spec
@@ -41,7 +42,7 @@ def test_a_newcomer_whose_source_has_no_memory_for_its_copy_is_let_go(what):
     if what == "snapshot":
         follower.begin(Snapshot({}, LARGE), {})
     else:
-        follower.offer(peer.Update(1, True, 1.0, 1, (), {}), LARGE)
+        follower.offer(peer.Update(1, True, 1.0, 1, (), KnownSteps((), None)), LARGE)
     theirs.settimeout(DEADLINE_S)
     while theirs.recv(2**16):
         pass

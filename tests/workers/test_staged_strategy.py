@@ -19,7 +19,7 @@ from workers.data.placement import to_device
 from workers.distributed.process_group import Alone
 from workers.parallel.pipeline.strategy import Staged, build_staged
 from workers.parallel.shards import Ownership
-from workers.step.microbatches import Passes
+from workers.parallel.strategy import Passes
 from workers.train_state.train_state import Update
 
 STEPS, LOST_AFTER = 4, 2

@@ -17,8 +17,8 @@ from elastic.protocol.errors import PeerLost
 from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.sharded_rig import build, enter, train
 from workers.distributed import device_mesh, process_group
-from workers.distributed.device_mesh import default_group
-from workers.distributed.process_group import Alone, Group, Unconnected
+from workers.distributed.device_mesh import Unconnected, default_group
+from workers.distributed.process_group import Alone, Group
 
 CPU = torch.device("cpu")
 

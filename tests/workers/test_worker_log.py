@@ -34,7 +34,7 @@ def worker(tmp_path, store):
     store.folder = tmp_path
     worker = object.__new__(Worker)
     worker._spec, worker._is_warm, worker._uploader = spec(), True, None
-    worker._saver = Saver(FakeLink(), worker._spec)
+    worker._built = SimpleNamespace(saver=Saver(FakeLink(), worker._spec))  # pyright: ignore
     folders = []
     worker._log = SimpleNamespace(
         path=tmp_path / "w0.log", collect=lambda: None, move_to=folders.append, folders=folders

@@ -4,6 +4,7 @@ import os
 import pickle
 from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,9 +62,7 @@ def loading(workload, **changes) -> Worker:
     """A worker that has been told to load, without its process."""
     torch.set_num_threads(1)
     rig, worker = Rig("bitwise", workload, **changes), object.__new__(Worker)
-    worker._spec, worker._replica, worker._member = rig.spec, rig.train_state, rig.member
-    worker._strategy = rig.strategy
-    worker._session, worker._link, worker._workload = rig.session, rig.link, workload
+    worker._spec, worker._built, worker._link = rig.spec, rig.built, rig.link
     worker._loader, worker._device, worker._vitals = rig.loader, CPU, rig.member.vitals
     return worker
 
@@ -123,7 +122,7 @@ def test_a_worker_looks_at_the_threads_that_the_workload_has_set():
     before, worker = torch.get_num_threads(), object.__new__(Worker)
     worker._spec, worker._pickled = spec(), pickle.dumps((Threaded(), None))
     worker._vitals, worker._link = Vitals(), FakeLink()
-    worker._open_feed, worker._enter_child = None, lambda: None
+    worker._around = SimpleNamespace(open_feed=None, enter_child=lambda: None)  # pyright: ignore
     try:
         with pytest.raises(WrongInput, match="set 2 intra-op threads"):
             worker._train()
@@ -184,9 +183,8 @@ def test_the_blocks_are_found_where_the_whole_model_has_no_memory(has_the_say):
     work = Short()
     strategy = build_staged(work, spec("pp:2"), CPU, NoBackup(), 2)
     worker, rig = object.__new__(Worker), Rig("bitwise", work)
-    worker._spec, worker._workload, worker._loader = rig.spec, rig.workload, rig.loader
-    worker._strategy, worker._replica, worker._session = strategy, strategy.train_state, None
-    worker._device = CPU
+    worker._spec, worker._loader, worker._device = rig.spec, rig.loader, CPU
+    worker._built = replace(rig.built, strategy=strategy)
     try:
         worker._try_microbatch(0, with_optimizer=has_the_say)
     finally:
@@ -200,8 +198,7 @@ def test_an_operation_without_a_deterministic_kernel_is_refused_by_name_where_bi
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     worker, rig = object.__new__(Worker), Rig("bitwise", Racing())
-    worker._spec, worker._workload, worker._loader = rig.spec, rig.workload, rig.loader
-    worker._strategy, worker._replica, worker._session = rig.strategy, rig.train_state, None
+    worker._spec, worker._loader, worker._built = rig.spec, rig.loader, rig.built
     worker._try_microbatch(0)
     gpu.make_deterministic()
     try:

@@ -4,19 +4,19 @@ What is not cut the ranks divide evenly, by rows; of what is each writes its own
 checkpoint is made of is elastic/protocol/manifest.py's; loading is in load.py.
 """
 
-import json
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from elastic.protocol.layout import Box, Position, TensorLayout, whole
+from elastic.protocol.manifest import SavedPart
 from elastic.protocol.messages.to_controller import PartFailed, PartSaved
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name, launch_of
@@ -163,8 +163,8 @@ class Saver:
             self.begin(train_state, by, is_pinned=is_pinned)
         elif is_pinned and isinstance(self._said, PartSaved):
             self._link.concluded_saves.pop(train_state.step, None)
-            content = {**json.loads(self._said.payload), "is_pinned": True}
-            self._say(replace(self._said, payload=json.dumps(content).encode()))
+            pinned = replace(SavedPart.unpack(self._said.payload), is_pinned=True)
+            self._say(replace(self._said, payload=pinned.pack()))
         return Saving(train_state.step, self._link, is_over)
 
     def begin(self, train_state: TrainState, by: StateOwner, *, is_pinned: bool = False) -> None:
@@ -223,7 +223,7 @@ class Saver:
         """The storage hangs in a job, so that the save of `step` has failed."""
         assert self._job is not None
         self._job.is_given_up = True
-        stuck = f"step {self._job.step}: nothing was written for {self._spec.stall_s:g} s"
+        stuck = f"step {self._job.step}: nothing was written for {self._spec.timeouts.stall_s:g} s"
         log.warning('generation=%d save gave up reason="%s"', by.generation, stuck)
         self._say(PartFailed(by.generation, by.rank, step, f"the storage hangs in {stuck}"))
 
@@ -242,9 +242,9 @@ class Saver:
             now, progress = time.monotonic(), self._job.progress
             if is_remote or progress != seen:
                 seen, moved_at = progress, now
-            if now - moved_at > self._spec.stall_s:
+            if now - moved_at > self._spec.timeouts.stall_s:
                 return False
-            if now - told_at > self._spec.lease_s and moved_at > told_at:
+            if now - told_at > self._spec.timeouts.lease_s and moved_at > told_at:
                 told_at = now
                 tell()
         return True
@@ -262,9 +262,8 @@ class Saver:
             if job.is_given_up:
                 raise _GivenUp
             state = job.snapshot.header if job.rank == 0 else None
-            said = {"part": asdict(part), "state": state, "is_pinned": job.is_pinned}
-            content = json.dumps(said).encode()
-            self._say(PartSaved(job.generation, job.rank, job.step, content))
+            said = SavedPart(part, state, job.is_pinned)
+            self._say(PartSaved(job.generation, job.rank, job.step, said.pack()))
         except _GivenUp:
             log.info("generation=%d step=%d save given up", job.generation, job.step)
         except Exception as error:  # whatever it is: a checkpoint fails, and the run is told

@@ -200,3 +200,31 @@ class C10dGroup(dist.ProcessGroup):
 
 def _numel(tensors: Sequence[Tensor]) -> int:
     return sum(t.numel() for t in tensors)
+
+
+class Copies:
+    """A backend of one rank, for c10d's names."""
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> None: ...
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> None: ...
+    def reduce(self, tensors: list[Tensor], opts: Any) -> None: ...
+    def barrier(self, opts: Any) -> None: ...
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
+        output.copy_(tensor.view_as(output))
+
+    def alltoall_base(
+        self, output: Tensor, tensor: Tensor, out_sizes: Any, in_sizes: Any, opts: Any
+    ) -> None:
+        output.copy_(tensor)
+
+    def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> None:
+        outputs[0].copy_(tensors[0])
+
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> None:
+        outputs[0][0].copy_(tensors[0])
+
+    def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> None:
+        outputs[0].copy_(tensors[0][0])
+
+    _reduce_scatter_base, gather, reduce_scatter = _allgather_base, allgather, scatter

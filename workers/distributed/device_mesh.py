@@ -18,6 +18,15 @@ from workers.distributed.process_group import Group
 from workers.torch_private.c10d import mesh_of_groups
 
 
+class Unconnected(Group):
+    """The group of a place in a mesh before its generation's groups are there, or of a rank that
+    is inactive: it has a size and no members. Every operation raises PeerLost."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(None, rank, world_size, "unconnected")
+        self.is_abandoned = True
+
+
 def device_mesh(
     device: torch.device, group: Group, axes: Mapping[str, Group], ranks: torch.Tensor
 ) -> DeviceMesh:

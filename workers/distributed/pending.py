@@ -39,6 +39,12 @@ class Waiting(Protocol):
     def finish(self, pending: "Pending") -> None: ...
 
 
+class Abandonable(Protocol):
+    """What is given up with the group that it is a part of, formed or not."""
+
+    def abandon(self) -> None: ...
+
+
 class Pending:
     """An operation in flight. `wait()` raises PeerLost if it fails or its group is abandoned."""
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,20 +27,14 @@ from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages.to_worker import Form
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed import registry
-from workers.distributed.c10d import C10dGroup
+from workers.distributed.c10d import C10dGroup, Copies
 from workers.distributed.device_wait import to_host
-from workers.distributed.pending import Pending, Settling, Waitable, What, failure_of
+from workers.distributed.pending import Abandonable, Pending, Settling, Waitable, What, failure_of
 from workers.distributed.store import StoreClient
 from workers.torch_private import c10d as private
 
 UNNAMED = "unnamed"
-
-
-class Forming(Protocol):
-    """A group on its way."""
-
-    def wait(self, timeout_s: float) -> "Group": ...
-    def abandon(self) -> None: ...
+OnWait = Callable[[int, str, int, str], None]
 
 
 class Group(C10dGroup):
@@ -65,15 +59,15 @@ class Group(C10dGroup):
         self.changed = threading.Condition()
         self.is_abandoned = self._is_registered = False
         self._control: Group | None = None
-        self.on_wait: Callable[[int, str, int, str], None] = lambda number, name, size, part: None
+        self.on_wait: OnWait = lambda number, name, size, part: None
         """Told before a wait: which collective of the group, its name, its elements (0 where
         ranks may differ), and the name of the part whose it is, or the one peer."""
         self.on_stuck: Callable[[str], None] = lambda why: None
         """Told, in a thread of its own, that the device does not let go of the group."""
         self._num_launched = self._num_exchanged = 0
         self._pending: deque[Pending] = deque()
-        self._parts: list[Group | Forming] = []
-        self.form_part: Callable[[str, int, int], Forming] | None = None
+        self._parts: list[Abandonable] = []
+        self.form_part: Callable[[str, int, int], Formation] | None = None
         """(name, rank, world size): forms another group over the same store; None: this group has
         no parts."""
 
@@ -163,7 +157,7 @@ class Group(C10dGroup):
         if self.is_abandoned:
             raise PeerLost("the generation was given up")
 
-    def adopt(self, part: "Group | Forming") -> None:
+    def adopt(self, part: Abandonable) -> None:
         with self.changed:
             self._parts.append(part)
             is_late = self.is_abandoned
@@ -283,7 +277,7 @@ class Alone(Group):
     backend_name = "gloo"
 
     def __init__(self, name: str = UNNAMED) -> None:
-        super().__init__(_Copies(), 0, 1, name)
+        super().__init__(Copies(), 0, 1, name)
 
     def part(
         self, name: str, ranks: Sequence[int], timeout_s: float, *, is_apart: bool = False
@@ -327,43 +321,6 @@ class Alone(Group):
 
     def wait(self) -> None:
         self.check()
-
-
-class Unconnected(Group):
-    """The group of a place in a mesh before its generation's groups are there, or of a rank that
-    is inactive: it has a size and no members. Every operation raises PeerLost."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__(None, rank, world_size, "unconnected")
-        self.is_abandoned = True
-
-
-class _Copies:
-    """A backend of one rank, for c10d's names."""
-
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> None: ...
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> None: ...
-    def reduce(self, tensors: list[Tensor], opts: Any) -> None: ...
-    def barrier(self, opts: Any) -> None: ...
-
-    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
-        output.copy_(tensor.view_as(output))
-
-    def alltoall_base(
-        self, output: Tensor, tensor: Tensor, out_sizes: Any, in_sizes: Any, opts: Any
-    ) -> None:
-        output.copy_(tensor)
-
-    def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> None:
-        outputs[0].copy_(tensors[0])
-
-    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> None:
-        outputs[0][0].copy_(tensors[0])
-
-    def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> None:
-        outputs[0].copy_(tensors[0][0])
-
-    _reduce_scatter_base, gather, reduce_scatter = _allgather_base, allgather, scatter
 
 
 AnyGroup = Group
@@ -466,20 +423,6 @@ def form(
     return Formation(build_whole)
 
 
-def form_for(spec: WorkerSpec, command: Form, connect: Connect) -> Formation:
-    """The group that it asks for, of more than one rank."""
-    assert command.store is not None
-    return form(
-        store_address=command.store,
-        prefix=name_of(spec, command.generation),
-        rank=command.rank,
-        world_size=command.world_size,
-        connect=connect,
-        join_timeout_s=spec.join_timeout_s,
-        operation_timeout_s=spec.operation_timeout_s,
-    )
-
-
 def name_of(spec: WorkerSpec, generation: int) -> str:
     """Of the process group of a generation, for its members and for torch."""
     return f"{spec.run_id}/{generation}"
@@ -495,3 +438,63 @@ def leave(group: Group) -> None:
     group.forget()
     _left_behind.append(group)
     _left_behind[:] = [g for g in _left_behind if not g.is_settled]
+
+
+class OwnGroup:
+    """A member's group, formed or about to be, of one generation at a time, and the way out of it
+    from any thread. When it is left is workers/membership/machine.py's."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        connect: Connect,
+        is_given_up: Callable[[], bool],
+        on_wait: OnWait,
+        on_stuck: Callable[[str], None],
+    ) -> None:
+        """is_given_up: whether the generation at hand is, by now. on_wait, on_stuck: see Group."""
+        self._spec, self._connect, self._is_given_up = spec, connect, is_given_up
+        self._on_wait, self._on_stuck = on_wait, on_stuck
+        self._generation = 0
+        self._formation: Formation | None = None
+        self.group: Group | None = None
+
+    def leave(self, generation: int) -> None:
+        """For the next one."""
+        if self.group is not None:
+            leave(self.group)
+        self.group = self._formation = None
+        self._generation = generation
+
+    def begin(self, asked: Form) -> None:
+        """To form, in a thread, unless it is the group of one."""
+        if asked.world_size > 1:
+            assert asked.store is not None
+            self._formation = form(
+                store_address=asked.store,
+                prefix=name_of(self._spec, asked.generation),
+                rank=asked.rank,
+                world_size=asked.world_size,
+                connect=self._connect,
+                join_timeout_s=self._spec.timeouts.join_s,
+                operation_timeout_s=self._spec.timeouts.operation_s,
+            )
+            if self._is_given_up():  # `abandon` may have looked before it was there
+                self._formation.abandon()
+
+    def meet(self) -> None:
+        """Wait until it has formed. Raises PeerLost."""
+        if self._formation is None:
+            group: Group = Alone(name_of(self._spec, self._generation))
+        else:
+            group = self._formation.wait(self._spec.timeouts.join_s)
+        group.on_wait, group.on_stuck = self._on_wait, self._on_stuck
+        self.group, self._formation = group, None
+
+    def abandon(self, generation: int) -> None:
+        """Whoever waits in it is free, if it is of this generation or an earlier one."""
+        if self._generation > generation:
+            return
+        for held in (self._formation, self.group):
+            if held is not None:
+                held.abandon()

@@ -27,7 +27,7 @@ def prepare(spec: WorkerSpec) -> torch.device:
     if spec.device != "cuda":
         return torch.device(spec.device)
     try:
-        told = nccl_settings.settings(os.environ, interface_of(spec.host), spec.join_timeout_s)
+        told = nccl_settings.settings(os.environ, interface_of(spec.host), spec.timeouts.join_s)
     except ValueError as error:
         raise WrongInput(f"on node {spec.host} {error}") from error
     os.environ.update(told)

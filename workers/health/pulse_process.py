@@ -39,9 +39,9 @@ class PulseProcess:
                 spec.worker,
                 controller,
                 spec.token,
-                interval_s=spec.heartbeat_s,
-                silence_s=spec.silence_s,
-                lease_s=spec.lease_s,
+                interval_s=spec.timeouts.heartbeat_s,
+                silence_s=spec.timeouts.silence_s,
+                lease_s=spec.timeouts.lease_s,
             )
             former, self._pulse = self._pulse, child
             self._controller = controller
@@ -52,7 +52,7 @@ class PulseProcess:
     def _keep(self, child: "subprocess.Popen[bytes]") -> None:
         """It ends by itself, as 0, after the lease."""
         if child.wait() != 0:
-            time.sleep(self._spec.heartbeat_s)
+            time.sleep(self._spec.timeouts.heartbeat_s)
             with self._lock:
                 if child is self._pulse:
                     self.start(self._controller)

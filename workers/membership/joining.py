@@ -16,10 +16,10 @@ from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed.pieces import Pieces
 from workers.health.vitals import Vitals
 from workers.membership import events as e
-from workers.membership.state_stream import Following
+from workers.membership.state_stream import Following, update_of
 from workers.membership.step_log import Records
 from workers.train_state.out_of_memory import told_as_loss
-from workers.train_state.train_state import TrainState, Update
+from workers.train_state.train_state import TrainState
 
 
 class Copying:
@@ -49,7 +49,7 @@ class Copying:
             address,
             token=self._spec.token,
             worker=self._spec.worker,
-            timeout_s=self._spec.join_timeout_s,
+            timeout_s=self._spec.timeouts.join_s,
             detect_s=self._spec.detect_s,
             wake=wake,
         )
@@ -90,7 +90,7 @@ class Copying:
                 case peer.Lags():
                     self._is_lagging = True
                 case peer.Update() if said.step == train_state.step + 1:
-                    train_state.apply(Update.from_message(said, tensors, self._device))
+                    train_state.apply(update_of(said, tensors, self._device))
                     self._records.take(said.records)
                     self._tell(e.StepFollowed(train_state.step, train_state.origin))
                     following.memory.give(tensors)
@@ -103,7 +103,7 @@ class Copying:
     def catch_up(self, step: int, origin: int, is_over: Callable[[], bool]) -> None:
         """Wait until the state is that generation's of `step`, lags, or is_over(). PeerLost if it
         never will be."""
-        deadline = time.monotonic() + self._spec.join_timeout_s
+        deadline = time.monotonic() + self._spec.timeouts.join_s
         while not (self._stands_at(step, origin) or self._is_lagging):
             left_s = deadline - time.monotonic()
             if not self._has_more(step, is_late=left_s <= 0):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,12 +21,14 @@ from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command, Finish, Form
+from elastic.protocol.step_record import KnownSteps
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers.checkpoint.saver import Saver
+from workers.distributed.backends import connect_for
 from workers.distributed.exchange import gather_json
 from workers.distributed.pieces import ROUND_OF_JOINING, Pieces
-from workers.distributed.process_group import AnyGroup
+from workers.distributed.process_group import AnyGroup, OwnGroup
 from workers.health.compilation import Compilation
 from workers.health.vitals import FORMING, Vitals
 from workers.membership import actions as a
@@ -34,7 +36,6 @@ from workers.membership import events as e
 from workers.membership.joining import Copying
 from workers.membership.link import ControllerLink
 from workers.membership.machine import transition
-from workers.membership.own_group import OwnGroup
 from workers.membership.state import Ended, State, validate
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
@@ -88,7 +89,8 @@ class Member:
         self.evaluated = EvaluationLog(link.send)
         self.compilation = Compilation(vitals)
         is_given_up = lambda: self.machine.is_given_up  # noqa: E731
-        self.own = OwnGroup(spec, vitals, device, is_given_up, on_stuck)
+        connect = connect_for(device, spec.host)
+        self.own = OwnGroup(spec, connect, is_given_up, vitals.waits_in, on_stuck)
         self._pieces: Pieces | None = None
         self.followers = Followers(peers)
         delays = self.backup.delays_commits
@@ -364,7 +366,7 @@ class Member:
     def say_still_hashing(self) -> None:
         """Called after each tensor, and said now and then."""
         now = time.monotonic()
-        if now - self._told_at > self.spec.lease_s:
+        if now - self._told_at > self.spec.timeouts.lease_s:
             self._told_at = now
             self._say_still_saving()
 
@@ -385,8 +387,8 @@ class Member:
         assert form.vote is not None
         assert self.prepared is not None
         began = time.monotonic()
-        vote = CompletedVote.from_json(form.vote, form.payload)
-        assert vote.step == self.train_state.step + 1, (vote.step, self.train_state.step)
+        vote = CompletedVote(form.vote, form.payload)
+        assert form.vote.step == self.train_state.step + 1, (form.vote.step, self.train_state.step)
         self.prepared(vote)
         self._state_s += time.monotonic() - began
 
@@ -406,7 +408,7 @@ class Member:
             return e.PeersLost.of(error)
         assert self.group is not None
         say_alive = partial(self.vitals.enter, "restore")
-        round_s = self.spec.join_timeout_s * ROUND_OF_JOINING
+        round_s = self.spec.timeouts.join_s * ROUND_OF_JOINING
         self._pieces = Pieces(self.group, say_alive, round_s)
         return e.Met()
 
@@ -488,8 +490,8 @@ class Member:
             return e.SourceLost(f"cannot reach the source: {error}")
         return None
 
-    def _state_and_records(self) -> tuple[Snapshot, dict[str, Any]]:
-        return self.train_state.snapshot(), self.records.to_frame()
+    def _state_and_records(self) -> tuple[Snapshot, KnownSteps]:
+        return self.train_state.snapshot(), self.records.known()
 
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""

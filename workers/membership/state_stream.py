@@ -15,26 +15,21 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from elastic.protocol import wire
+from elastic.protocol.messages import peer
 from elastic.protocol.messages.direction import header_of, pack
 from elastic.protocol.messages.hello import Hello
-from elastic.protocol.messages.peer import (
-    TO_FOLLOWER,
-    Lags,
-    State,
-    TensorShapes,
-    ToFollower,
-    Update,
-)
+from elastic.protocol.messages.peer import TO_FOLLOWER, Lags, State, TensorShapes, ToFollower
+from elastic.protocol.step_record import KnownSteps
 from workers.distributed.admission import Admission
 from workers.distributed.keepalive import watch_host
 from workers.tensors.local import as_bytes
 from workers.train_state.out_of_memory import says_no_memory
 from workers.train_state.snapshot import HostMemory, Snapshot
+from workers.train_state.train_state import Update
 
 log = logging.getLogger(__name__)
 Tensors = Mapping[str, torch.Tensor]
@@ -51,11 +46,47 @@ class Start:
     """The state that a follower begins with, or anew."""
 
     snapshot: Snapshot
-    records: dict[str, Any]
+    records: KnownSteps
     """What is known of its last steps."""
 
 
-def send_update(connection: socket.socket, message: Update | Lags, tensors: Tensors) -> None:
+def message_of(update: Update, records: KnownSteps) -> tuple[peer.Update, dict[str, torch.Tensor]]:
+    """For followers, with the tensors themselves. records: what is known of the step."""
+    message = peer.Update(
+        step=update.step,
+        is_finite=update.is_finite,
+        divisor=update.divisor,
+        num_microbatches=update.num_microbatches,
+        log_names=update.log_names,
+        records=records,
+        origin=update.origin,
+    )
+    kinds = {"gradient": update.gradients, "buffer": update.buffers, "integer": update.integers}
+    return message, {f"{kind}/{n}": t for kind, of in kinds.items() for n, t in of.items()}
+
+
+def update_of(
+    said: peer.Update, tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> Update:
+    """The inverse of `message_of`, on a follower."""
+    found: dict[str, dict[str, torch.Tensor]] = {"gradient": {}, "buffer": {}, "integer": {}}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        found[kind][name] = tensor.to(device)
+    return Update(
+        step=said.step,
+        is_finite=said.is_finite,
+        divisor=said.divisor,
+        num_microbatches=said.num_microbatches,
+        gradients=found["gradient"],
+        buffers=found["buffer"],
+        integers=found["integer"],
+        log_names=said.log_names,
+        origin=said.origin,
+    )
+
+
+def send_update(connection: socket.socket, message: peer.Update | Lags, tensors: Tensors) -> None:
     """tensors: contiguous, on the host."""
     described = describe({n: (t.dtype, t.shape) for n, t in tensors.items()})
     chunks = [as_bytes(t) for t in tensors.values() if t.numel()]
@@ -95,19 +126,19 @@ class Follower:
         self._connection = connection
         self._snapshot: Snapshot | None = None
         self._memory = HostMemory()
-        self._queue: queue.SimpleQueue[Start | tuple[Update | Lags, Snapshot] | None] = (
+        self._queue: queue.SimpleQueue[Start | tuple[peer.Update | Lags, Snapshot] | None] = (
             queue.SimpleQueue()
         )
         self._queued_bytes = 0
         self._lock = threading.Lock()
         threading.Thread(target=self._send, name=f"follower-{worker}", daemon=True).start()
 
-    def begin(self, snapshot: Snapshot, records: dict[str, Any]) -> None:
+    def begin(self, snapshot: Snapshot, records: KnownSteps) -> None:
         """The state to start from, or anew, and what is known of its last steps."""
         self._snapshot, self.is_lagging = snapshot, False
         self._queue.put(Start(snapshot, records))
 
-    def offer(self, update: Update, tensors: Tensors) -> None:
+    def offer(self, update: peer.Update, tensors: Tensors) -> None:
         """Queue a copy of an update, unless it lags."""
         if self._queued_bytes > MAX_QUEUED_BYTES and not self.is_lagging:
             self._lag()
@@ -212,25 +243,26 @@ class Followers:
         self._server = server
         self._all: list[Follower] = []
 
-    def take_on(self, start: Callable[[], tuple[Snapshot, dict[str, Any]]]) -> None:
+    def take_on(self, start: Callable[[], tuple[Snapshot, KnownSteps]]) -> None:
         """Whoever has arrived begins with a snapshot, and what is known of its last steps."""
         for follower in self._server.arrived():
             follower.begin(*start())
             self._all.append(follower)
 
-    def renew(self, start: Callable[[], tuple[Snapshot, dict[str, Any]]]) -> None:
+    def renew(self, start: Callable[[], tuple[Snapshot, KnownSteps]]) -> None:
         """A generation forms: whoever lags gets the state as it is now."""
         for follower in self._all:
             if follower.is_lagging and not follower.is_lost:
                 follower.begin(*start())
 
-    def offer(self, describe: Callable[[], tuple[Update, Tensors]]) -> None:
-        """An update, asked for if there is anybody to take it."""
+    def offer(self, update: Update, records: Callable[[], KnownSteps]) -> None:
+        """A committed step. records: what is known of it, asked for if there is anybody to take
+        it."""
         self._all = [f for f in self._all if not f.is_lost]
         if self._all:
-            update = describe()
+            message, tensors = message_of(update, records())
             for follower in self._all:
-                follower.offer(*update)
+                follower.offer(message, tensors)
 
 
 class Following:

@@ -8,11 +8,20 @@ import base64
 import math
 import time
 from collections import deque
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
+from elastic.protocol.encoding import decode, encode, registry
 from elastic.protocol.messages.to_controller import Committed
+from elastic.protocol.step_record import (
+    STEP_RECORD,
+    KnownSteps,
+    SampleRecord,
+    StepMetrics,
+    StepRecord,
+    VoteHead,
+)
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
 from workers.membership.link import ControllerLink
@@ -29,7 +38,7 @@ class Records:
         """is_delayed: the controller takes a step only once every rank has said that its copy of
         it is held."""
         self._link, self._global_batch, self._is_delayed = link, global_batch, is_delayed
-        self._unrecorded: deque[dict[str, Any]] = deque()
+        self._unrecorded: deque[StepRecord] = deque()
         self.last_vote: CompletedVote | None = None
         """Should we all be lost before others saw it complete, they can still apply the step."""
         self._waited_s = 0.0
@@ -39,70 +48,51 @@ class Records:
         """The step that is committed with this vote; `tell` reports it."""
         self.last_vote = CompletedVote.of(step, prepared.layout, vector)
         self._waited_s = vote.pace.waited_s
-        batch = self._global_batch
-        self._unrecorded.append(
-            {
-                "metrics": {
-                    "step": step,
-                    "time": time.time(),
-                    "loss": vote.loss if math.isfinite(vote.loss) else None,
-                    "generation": prepared.generation,
-                    "world_size": prepared.layout.world_size,
-                    "samples": step * batch,
-                    "step_s": prepared.step_s,
-                    "applied": vote.is_finite,
-                    "user": {k: v if math.isfinite(v) else None for k, v in vote.user.items()},
-                },
-                "idle_s": vote.pace.idle_s,
-                "samples": {
-                    "step": step,
-                    "first": (step - 1) * batch,
-                    "count": batch,
-                    "sha256": vote.rows_sha256,
-                },
-            }
-        )
+        self._unrecorded.append(record_of(step, prepared, vote, self._global_batch))
         self._drop_recorded()
 
     def complete(self, step: int, step_s: float, *, is_staged: bool = False) -> None:
         """How long the step took that was added last, now that it is over. is_staged: the model is,
         and stages wait for their neighbours."""
-        if self._unrecorded and step_of(last := self._unrecorded[-1]) == step:
-            last["metrics"]["step_s"] = step_s
-            if is_staged:
-                last["metrics"]["bubble"] = round(min(self._waited_s / step_s, 1.0), 4)
+        if self._unrecorded and (last := self._unrecorded[-1]).step == step:
+            bubble = round(min(self._waited_s / step_s, 1.0), 4) if is_staged else None
+            metrics = replace(last.metrics, step_s=step_s, bubble=bubble)
+            self._unrecorded[-1] = replace(last, metrics=metrics)
 
     def _drop_recorded(self) -> None:
-        while self._unrecorded and step_of(self._unrecorded[0]) <= self._link.recorded_step:
+        while self._unrecorded and self._unrecorded[0].step <= self._link.recorded_step:
             self._unrecorded.popleft()
 
-    def to_frame(self, *, is_newest_enough: bool = False) -> dict[str, Any]:
-        """JSON for who copies the state of the last step here; `take` is its other end.
+    def known(self, *, is_newest_enough: bool = False) -> KnownSteps:
+        """For who copies the state of the last step here; `take` is its other end.
 
         is_newest_enough: it has been told the steps before."""
-        vote, steps = self.last_vote, list(self._unrecorded)
-        said = vote and [vote.to_json(), base64.b64encode(vote.content).decode()]
-        return {"steps": steps[-1:] if is_newest_enough else steps, "vote": said}
+        steps, vote = tuple(self._unrecorded), self.last_vote
+        if is_newest_enough:
+            steps = steps[-1:]
+        if vote is None:
+            return KnownSteps(steps, None)
+        return KnownSteps(steps, vote.head, base64.b64encode(vote.content).decode())
 
-    def take(self, frame: dict[str, Any]) -> None:
+    def take(self, known: KnownSteps) -> None:
         """What the source of a copied state knows."""
-        self._unrecorded += frame["steps"]
+        self._unrecorded += known.steps
         self._drop_recorded()
-        self.last_vote = vote_in(frame)
+        self.last_vote = vote_in(known)
 
     def share(self, group: AnyGroup) -> None:
         """All learn what the lowest rank knows. A collective. Raises PeerLost."""
-        mine = self.to_frame() if group.rank() == 0 else None
-        self.learn(gather_json(group, mine)[0])
+        mine = encode(self.known()) if group.rank() == 0 else None
+        self.learn(decode(gather_json(group, mine)[0], registry(*STEP_RECORD)))
 
-    def learn(self, frame: dict[str, Any]) -> None:
+    def learn(self, known: KnownSteps) -> None:
         """What the lowest rank knows: a newcomer may be the last one who can report those steps.
         Of a step that both know, its line counts: the state is the one that it could report."""
-        known = {step_of(r): r for r in (*self._unrecorded, *frame["steps"])}
-        self._unrecorded = deque(known[step] for step in sorted(known))
+        steps = {record.step: record for record in (*self._unrecorded, *known.steps)}
+        self._unrecorded = deque(steps[step] for step in sorted(steps))
         self._drop_recorded()
         if self.last_vote is None:
-            self.last_vote = vote_in(frame)
+            self.last_vote = vote_in(known)
 
     def tell(self, seat: Seat) -> None:
         """Say what was committed last, as a member that has joined."""
@@ -111,7 +101,7 @@ class Records:
 
     def repeat(self, seat: Seat, recorded_step: int) -> None:
         """Say again what a lost lowest rank may not have said."""
-        unknown = [r for r in self._unrecorded if step_of(r) > recorded_step]
+        unknown = [r for r in self._unrecorded if r.step > recorded_step]
         if unknown:
             self._say(seat, unknown)
 
@@ -124,22 +114,22 @@ class Records:
         """... if the record ends there."""
         known = recorded_step
         for record in self._unrecorded:
-            if step_of(record) == known + 1:
+            if record.step == known + 1:
                 known += 1
         return known
 
-    def vote_of(self, step: int) -> tuple[dict[str, Any] | None, bytes]:
-        """Its layout and content; None if this worker does not know it (any more)."""
+    def vote_of(self, step: int) -> tuple[VoteHead | None, bytes]:
+        """With its content; None if this worker does not know it (any more)."""
         vote = self.last_vote
-        if vote is None or vote.step != step:
+        if vote is None or vote.head.step != step:
             return None, b""
-        return vote.to_json(), vote.content
+        return vote.head, vote.content
 
     def go_back(self, step: int) -> None:
         """What came after `step` will be done again."""
-        while self._unrecorded and step_of(self._unrecorded[-1]) > step:
+        while self._unrecorded and self._unrecorded[-1].step > step:
             self._unrecorded.pop()
-        if self.last_vote is not None and self.last_vote.step > step:
+        if self.last_vote is not None and self.last_vote.head.step > step:
             self.last_vote = None
 
     def forget(self) -> None:
@@ -147,16 +137,29 @@ class Records:
         self._unrecorded.clear()
         self.last_vote = None
 
-    def _say(self, seat: Seat, steps: list[dict[str, Any]]) -> None:
-        layout, content = self.vote_of(step_of(steps[-1]))
+    def _say(self, seat: Seat, steps: list[StepRecord]) -> None:
+        vote, content = self.vote_of(steps[-1].step)
         world_size = seat.world_size if self._is_delayed else 0
-        self._link.send(Committed(seat.generation, world_size, tuple(steps), layout, content))
+        self._link.send(Committed(seat.generation, world_size, tuple(steps), vote, content))
 
 
-def vote_in(frame: dict[str, Any]) -> CompletedVote | None:
-    said, content = frame["vote"] or (None, "")
-    return said and CompletedVote.from_json(said, base64.b64decode(content))
+def record_of(step: int, prepared: Prepared, vote: Vote, global_batch: int) -> StepRecord:
+    """Of the step that is committed with this vote."""
+    metrics = StepMetrics(
+        step=step,
+        time=time.time(),
+        loss=vote.loss if math.isfinite(vote.loss) else None,
+        generation=prepared.generation,
+        world_size=prepared.layout.world_size,
+        samples=step * global_batch,
+        step_s=prepared.step_s,
+        applied=vote.is_finite,
+        user={k: v if math.isfinite(v) else None for k, v in vote.user.items()},
+    )
+    first = (step - 1) * global_batch
+    samples = SampleRecord(step, first, global_batch, vote.rows_sha256)
+    return StepRecord(metrics, samples, vote.pace.idle_s)
 
 
-def step_of(record: dict[str, Any]) -> int:
-    return int(record["metrics"]["step"])
+def vote_in(known: KnownSteps) -> CompletedVote | None:
+    return known.vote and CompletedVote(known.vote, base64.b64decode(known.content))

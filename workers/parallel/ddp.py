@@ -19,19 +19,37 @@ from workers.backup.backup import Backup, NoBackup
 from workers.checkpoint.load import load_newest
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.initial import initialise_modules, settle_small
-from workers.parallel.strategy import Entered, Formed
+from workers.parallel.strategy import Entered, Formed, NoPasses, Passes
 from workers.reduction.bitwise import BitwiseReducer
 from workers.reduction.fast import FastReducer
 from workers.reduction.norm import row_squares
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards, PlainForwards
-from workers.step.microbatches import Passes, PlainPasses
 from workers.step.precision import DTYPES, Casting
+from workers.step.vote import Loss, check_loss
 from workers.tensors.local import layout_of
 from workers.torch_private.modules import own_parameters
 from workers.train_state.build import Settings, build_model, build_state, equip_blocks
 from workers.train_state.digest import weights_sha256
-from workers.train_state.train_state import TrainState, Update
+from workers.train_state.train_state import TrackedBuffers, TrainState, Update
+
+
+class PlainPasses(NoPasses):
+    """Of a rank that computes whole micro-batches, one after another: a backward behind each
+    forward."""
+
+    def __init__(self, reducer: Reducer, buffers: TrackedBuffers) -> None:
+        self._reducer, self._buffers = reducer, buffers
+
+    def loss_of(self, returned: Any) -> Loss:
+        return check_loss(returned)
+
+    def backward(self, microbatch_id: int, loss: torch.Tensor | None, num_left: int) -> None:
+        assert loss is not None
+        self.in_backward = microbatch_id
+        self._reducer.before_backward(not num_left)
+        loss.backward()
+        self._reducer.after_backward(microbatch_id, self._buffers.end_microbatch())
 
 
 class Replicated:

@@ -16,6 +16,7 @@ from elastic.protocol.worker_spec import WorkerSpec
 from workers.backup.backup import Backup
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.collectives import Collectives
+from workers.parallel.ddp import PlainPasses
 from workers.parallel.fsdp import FsdpReducer
 from workers.parallel.fsdp2_private.shard_step import check_shardable, step_on_shards
 from workers.parallel.fsdp2_private.sharded_model import ShardedModel
@@ -25,11 +26,10 @@ from workers.parallel.initial import Initial, settle_small
 from workers.parallel.over_shards import OverShards, when_lost
 from workers.parallel.shard_rows import ShardRows
 from workers.parallel.shards import Shards
-from workers.parallel.strategy import Entered, Formed
+from workers.parallel.strategy import Entered, Formed, Passes
 from workers.reduction.norm import squares_of_shards
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards, PlainForwards
-from workers.step.microbatches import Passes, PlainPasses
 from workers.step.precision import DTYPES, Casting
 from workers.tensors.local import is_shard, layout_of, local
 from workers.train_state.build import build_model, build_state, equip_blocks
@@ -83,7 +83,7 @@ class Sharded(OverShards):
         """The groups of the two axes; the shards' is returned, None if this rank is inactive.
         Raises PeerLost."""
         self.collectives = self._replicas = None
-        rank, timeout_s = group.rank(), self._spec.join_timeout_s
+        rank, timeout_s = group.rank(), self._spec.timeouts.join_s
         if mesh.is_inactive(rank):
             return None
         replica, shard = mesh.replica(rank), mesh.shard(rank)

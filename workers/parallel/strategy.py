@@ -5,7 +5,7 @@ Who steps, saves, joins or recovers asks the strategy, and knows neither its nam
 A new one is a module beside ddp.py and sharded.py, and a line in build.py, which chooses by name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards
-from workers.step.microbatches import Passes
+from workers.step.vote import Loss
 from workers.train_state.train_state import TrainState, Update
 
 
@@ -59,6 +59,79 @@ class Entered:
     """The generation that computed the step of the state, or took it by reference."""
     is_held: bool
     """Backup servers have all of it."""
+
+
+class Passes(Protocol):
+    """How a step's micro-batches go through forward and backward on one rank, for a generation."""
+
+    in_backward: int
+    """The micro-batch whose backward runs now, or has run last."""
+
+    @property
+    def has_loss(self) -> bool:
+        """The forward that runs now, or has run last, ends in the loss, which counts here."""
+        ...
+
+    def order(self, ids: Sequence[int]) -> Sequence[int]:
+        """The micro-batch of each forward of a step; ids: this rank's, each once or more often."""
+        ...
+
+    def loader(self, loader: Any) -> Any:
+        """What this rank's micro-batches come from; loader: the worker's own
+        (`workers.data.loader.AnyLoader`)."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Before the first micro-batch of every attempt at a step, after `step` committed ones."""
+        ...
+
+    def before_forward(self, microbatch_id: int) -> None:
+        """The user's forward of it comes next."""
+        ...
+
+    def loss_of(self, returned: Any) -> Loss | None:
+        """What the user's loss has returned, checked; None: another rank has it. WrongInput."""
+        ...
+
+    def backward(self, microbatch_id: int, loss: Tensor | None, num_left: int) -> None:
+        """The forward of a micro-batch has ended. Those backwards that are due now, each told to
+        the reducer. loss: scaled; None as `loss_of` gave it. num_left: forwards that follow."""
+        ...
+
+    def reset(self) -> None:
+        """After a forward or backward that may not have come to its end."""
+        ...
+
+
+class NoPasses:
+    """Of a rank that computes no micro-batch."""
+
+    in_backward = -1
+
+    @property
+    def has_loss(self) -> bool:
+        return True
+
+    def order(self, ids: Sequence[int]) -> Sequence[int]:
+        return ids
+
+    def loader(self, loader: Any) -> Any:
+        return loader
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def before_forward(self, microbatch_id: int) -> None:
+        pass
+
+    def loss_of(self, returned: Any) -> Loss | None:
+        raise AssertionError("this rank has no micro-batch")
+
+    def backward(self, microbatch_id: int, loss: Tensor | None, num_left: int) -> None:
+        raise AssertionError("this rank has no micro-batch")
+
+    def reset(self) -> None:
+        pass
 
 
 class Strategy(Protocol):

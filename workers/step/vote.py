@@ -1,5 +1,5 @@
 """The vote that ends the preparation of a step, and all that must be agreed with it: what one rank
-says (`Ballot`), what all have said (`Vote`), and the vector between the two.
+says (`Ballot`), its losses above all, what all have said (`Vote`), and the vector between the two.
 
 One all-reduce of 64-bit integers. Every slot is non-zero on one rank only (or is a count), so the
 sum is exact whatever order the backend adds in: losses and weights travel as the bits of a
@@ -8,14 +8,15 @@ float64. Whoever completes the vote knows that every member holds the reduced gr
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from elastic.protocol.errors import StepCancelled
+from elastic.protocol.errors import StepCancelled, WrongInput
+from elastic.protocol.step_record import VoteHead
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import fold_scalars
@@ -25,6 +26,10 @@ _COUNTS = (
     8  # names, pause, non-finite, unknown log names, untracked buffers, busy savers, save, row
 )
 _TIMES = 2  # of each rank: gather, reduce
+Logged = dict[str, float | torch.Tensor]
+Read: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Loss = tuple[torch.Tensor, torch.Tensor | None]
+"""To differentiate, and its weight or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,160 @@ class Prepared:
     """Of those who computed it: others may roll it forward."""
 
 
+# --- what is kept of each micro-batch until the vote -------------------------------------
+def kept(value: float | torch.Tensor) -> float | torch.Tensor:
+    """A value to be logged, as it is now. A tensor stays on its device, because to read it before
+    the step's end would wait for the device. Raises what float() raises."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().clone()
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """One of them; loss, weight and logged values may be on a device."""
+
+    loss: torch.Tensor
+    weight: torch.Tensor | None
+    rows: np.ndarray
+    logged: Logged
+
+    def values(self) -> list[float | torch.Tensor]:
+        weight = [] if self.weight is None else [self.weight]
+        return [self.loss, *weight, *self.logged.values()]
+
+
+class Microbatches:
+    """In id order; losses and logged values stay on their device until `records`."""
+
+    def __init__(self) -> None:
+        self._done: list[_Done] = []
+        self._outside: Logged = {}
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    def add(
+        self,
+        loss: torch.Tensor,
+        weight: torch.Tensor | None,
+        rows: np.ndarray,
+        logged: Logged,
+    ) -> None:
+        self._done.append(_Done(loss.detach(), weight, rows, logged))
+
+    def log_late(self, values: Logged) -> None:
+        """Values logged after the last backward belong to the last micro-batch."""
+        if not self._done:  # this rank is inactive, or another one has the loss
+            self._outside.update(values)
+            return
+        last = self._done[-1]
+        self._done[-1] = replace(last, logged={**last.logged, **values})
+
+    def outside(self, read: Read) -> dict[str, float]:
+        """What was logged on a rank without micro-batches of its own."""
+        return dict(zip(self._outside, _numbers(list(self._outside.values()), read), strict=True))
+
+    def records(
+        self, ids: Iterable[int], hashes: Sequence[tuple[int, ...]], read: Read
+    ) -> list[MicrobatchRecord]:
+        """Losses and logged values come to the host here, once per step. hashes: of the integer
+        buffers, by id. read: of the step's group. WrongInput for a weight that is no count."""
+        if not self._done:  # this rank is inactive
+            return []
+        numbers = _numbers([value for done in self._done for value in done.values()], read)
+        return [
+            MicrobatchRecord(
+                microbatch_id=i,
+                loss=next(numbers),
+                weight=weight_of(i, None if done.weight is None else next(numbers)),
+                rows=done.rows,
+                integer_hashes=hashed,
+                logged={name: next(numbers) for name in done.logged},
+            )
+            for i, done, hashed in zip(ids, self._done, hashes, strict=True)
+        ]
+
+
+def _numbers(values: Sequence[float | torch.Tensor], read: Read) -> Iterator[float]:
+    """In their order, by one read of each device."""
+    found = [0.0 if isinstance(v, torch.Tensor) else v for v in values]
+    by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            by_device.setdefault(value.device, {})[i] = value.reshape(()).double()
+    for tensors in by_device.values():
+        numbers = read(torch.stack(list(tensors.values()))).tolist()
+        for i, number in zip(tensors, numbers, strict=True):
+            found[i] = number
+    return iter(found)
+
+
+def weight_of(microbatch_id: int, weight: float | torch.Tensor | None) -> float | None:
+    of = f" of micro-batch {microbatch_id}"
+    return None if weight is None else check_weight(float(weight), of)
+
+
+# --- what the user's loss returns ------------------------------------------------------
+def check_loss(loss: Any) -> Loss:
+    """The loss as (scalar to differentiate, weight or None). Raises WrongInput.
+
+    The value of a weight on a GPU is not looked at: that would wait for the device.
+    """
+    total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        found = (
+            f"a tensor of shape {tuple(total.shape)}"
+            if isinstance(total, torch.Tensor)
+            else type(total).__name__
+        )
+        raise WrongInput(
+            f"loss() must return a scalar tensor (the mean over the micro-batch) or (sum, weight), "
+            f"not {found}; reduce it, for example with .mean()"
+        )
+    if total.is_complex():
+        raise WrongInput(
+            "loss() must return a real floating-point number, not "
+            f"{_dtype_name(total.dtype)}; take its real part or its .abs()"
+        )
+    if not total.requires_grad:
+        raise WrongInput(
+            "loss() returned a tensor without a gradient; compute it from the model's output"
+        )
+    return total.reshape(()), None if weight is None else _scalar(weight)
+
+
+def check_weight(weight: float, of: str = "") -> float:
+    """A weight is a count: a sum that is not finite skips the step, a weight never may. Raises
+    WrongInput. of: which one, after a blank."""
+    if not (math.isfinite(weight) and weight >= 0):
+        raise WrongInput(
+            f"loss()'s weight{of} is {weight:g}; it must be a finite number, 0 or more: how many "
+            "samples or tokens the sum is over"
+        )
+    return weight
+
+
+def _scalar(weight: Any) -> torch.Tensor:
+    try:
+        weight = torch.as_tensor(weight).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = type(weight).__name__
+        raise WrongInput(f"loss()'s weight must be a number, not {found}") from error
+    if weight.numel() != 1:
+        raise WrongInput(f"loss()'s weight must be a scalar, not of shape {tuple(weight.shape)}")
+    if weight.is_complex():
+        raise WrongInput(f"loss()'s weight must be a real number, not {_dtype_name(weight.dtype)}")
+    if weight.device.type == "cpu":
+        check_weight(float(weight))
+    return weight
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- the vector -----------------------------------------------------------------------
 def _bits(value: float) -> int:
     return int(np.float64(value).view(np.int64))
 
@@ -166,7 +325,7 @@ def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
     used[:] = [name in ballot.used for name in layout.names.parameters]
     untracked[:] = [name in ballot.untracked for name in layout.names.buffers]
     for record in ballot.records:
-        assert record.weight is None or math.isfinite(record.weight)  # microbatches.py has checked
+        assert record.weight is None or math.isfinite(record.weight)  # `weight_of` has checked
         weight = math.nan if record.weight is None else record.weight
         row = [_bits(record.loss), _bits(weight), *record.rows.tolist(), *record.integer_hashes]
         table[record.microbatch_id] = [*row, *_logged_row(layout, record.logged)]
@@ -285,22 +444,12 @@ def _named(names: tuple[str, ...], flags: np.ndarray) -> frozenset[str]:
 class CompletedVote:
     """For a survivor that did not see it complete."""
 
-    step: int
-    """That counts with it."""
-    log_names: tuple[str, ...]
+    head: VoteHead
     content: bytes
 
     @classmethod
     def of(cls, step: int, layout: VoteLayout, vector: np.ndarray) -> "CompletedVote":
-        return cls(step, layout.log_names, vector.astype("<i8").tobytes())
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any], content: bytes) -> "CompletedVote":
-        return cls(said["step"], tuple(said["log_names"]), content)
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it but its content."""
-        return {"step": self.step, "log_names": list(self.log_names)}
+        return cls(VoteHead(step, layout.log_names), vector.astype("<i8").tobytes())
 
     def vector(self) -> np.ndarray:
         return np.frombuffer(self.content, "<i8").astype(np.int64)

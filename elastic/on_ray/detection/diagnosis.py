@@ -222,7 +222,11 @@ class Diagnosis:
     ) -> None:
         """The suspects are lost, once it is on record where everybody stood."""
         said = "; ".join(f"suspect {worker_name(w)}: {s.why}" for w, s in late.items())
-        is_saved, cluster = await self._save(said, members, limit_s), self._cluster
+        cluster = self._cluster
+        for worker, suspect in late.items():
+            if (slot := cluster.workers.get(worker)) is not None:
+                slot.accuse(suspect.cause, suspect.why + cluster.host.stage_of(worker))
+        is_saved = await self._save(said, members, limit_s)
         for worker, suspect in late.items():
             watched = members[worker]
             is_silent = suspect.cause == "heartbeat_silent"

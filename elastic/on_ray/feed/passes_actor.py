@@ -8,18 +8,15 @@ Which block holds which row is elastic/data/passes.py's. A worker's side is shar
 import asyncio
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import Any, cast
-
-import ray
-from ray.actor import ActorHandle
+from typing import Any
 
 from elastic.data.passes import Answer, PassServer, Piece, Reading
 from elastic.data.patience import WAIT_S
 from elastic.on_ray.feed.blocks import pieces_of
 from elastic.on_ray.feed.datasets import Datasets, unpacked
 from elastic.on_ray.feed.order import end_when_alone, note, see_folder
-from elastic.on_ray.feed.start import feed_name
-from elastic.on_ray.naming import NAMESPACE, find_actor
+from elastic.on_ray.feed.start import start_actor
+from elastic.on_ray.naming import find_actor
 
 WAITS = "a CPU to read data, if the cluster is full of trainers: Ray Data needs one per task"
 
@@ -72,24 +69,9 @@ class PassesFeed:
 
     def __init__(self, run_id: str, datasets: Datasets) -> None:
         self._order = run_id, datasets
-        self.actor: Any = start_passes(*self._order)
+        self.actor: Any = start_actor(PassesActor, run_id, *self._order)
 
     def start_again(self) -> None:
         """If the run is alive."""
         if find_actor(f"{self._order[0]}-controller") is not None:
-            self.actor = start_passes(*self._order)
-
-
-def start_passes(run_id: str, datasets: Datasets) -> ActorHandle[Any]:
-    """The run's; the first worker that asks starts it, and the controller ends it."""
-    options: dict[str, Any] = {
-        "name": feed_name(run_id),
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-    }
-    actor = cast(Any, ray.remote(PassesActor)).options(**options)
-    return actor.remote(run_id, datasets)
+            self.actor = start_actor(PassesActor, self._order[0], *self._order)

@@ -19,8 +19,13 @@ LAST_WRITE_S = 5.0
 
 def start_feed(order: FeedOrder) -> ActorHandle[Any]:
     """The run's feed; the first worker that asks starts it."""
+    return start_actor(FeedActor if order.source else DatasetFeedActor, order.run_id, order)
+
+
+def start_actor(kind: type, run_id: str, *order: Any) -> ActorHandle[Any]:
+    """The run's feed is of this kind; the first worker that asks starts it."""
     options: dict[str, Any] = {
-        "name": feed_name(order.run_id),
+        "name": feed_name(run_id),
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "get_if_exists": True,
@@ -28,8 +33,8 @@ def start_feed(order: FeedOrder) -> ActorHandle[Any]:
         "max_restarts": -1,
         "max_task_retries": -1,
     }
-    actor: Any = FeedActor if order.source else DatasetFeedActor
-    return cast(Any, ray.remote(actor).options(**options).remote(order))
+    actor: Any = kind
+    return cast(Any, ray.remote(actor).options(**options).remote(*order))
 
 
 def feed_name(run_id: str) -> str:

@@ -8,17 +8,17 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from elastic.control import events as e
 from elastic.on_ray.cluster_view import Record
 from elastic.on_ray.record.evaluations import Evaluations
 from elastic.protocol.messages import to_controller as r
+from elastic.protocol.step_record import StepRecord, VoteHead
 
 log = logging.getLogger(__name__)
 SETTLE_S = 2.0
 """Storage that answers takes steps in less."""
-RecordStep = Callable[[int, dict[str, Any]], None]
+RecordStep = Callable[[int, StepRecord], None]
 
 
 class Progress:
@@ -63,16 +63,16 @@ class Progress:
         self.commits.keep_vote(report.step, report.origin, report.vote, report.payload)
         self.evaluations.hear_last(worker, report.evaluation)
 
-    def _record_step(self, generation: int, line: dict[str, Any]) -> None:
-        step, step_s = line["metrics"]["step"], line["metrics"]["step_s"]
-        done_by, last = line["metrics"]["generation"], self.recorded_generation
+    def _record_step(self, generation: int, record: StepRecord) -> None:
+        step, step_s = record.step, record.metrics.step_s
+        done_by, last = record.metrics.generation, self.recorded_generation
         if step <= self.recorded_step and last is not None and done_by > last:
             self._roll_back(step - 1)  # so has a controller that died before storage heard of it
         if step == self.recorded_step + 1:
             self.recorded_step, self.recorded_generation = step, done_by
-            self._record.record_step(line)
+            self._record.record_step(record)
             has_vote = self.commits.knows_vote_of(step, done_by)
-            idle_s = round(line.get("idle_s", 0.0), 6)
+            idle_s = round(record.idle_s, 6)
             said = e.Committed(generation, step, step_s, self._now(), done_by, has_vote, idle_s)
             self._say(said)
         elif step > self.recorded_step:
@@ -93,13 +93,13 @@ class Commits:
     """
 
     def __init__(self, record: RecordStep) -> None:
-        """record: takes (generation, the step's line); it knows what it has already."""
+        """record: takes (generation, step); it knows what it has already."""
         self._record = record
         self._generation, self._world_size = 0, 0
-        self._lines: list[dict[str, Any]] = []
+        self._steps: list[StepRecord] = []
         self._held: dict[int, int] = {}  # rank -> step
-        self.vote: tuple[tuple[int, int], dict[str, Any], bytes] | None = None
-        """The newest completed one: step and the generation that did it, layout, content."""
+        self.vote: tuple[tuple[int, int], VoteHead, bytes] | None = None
+        """The newest completed one: step and the generation that did it, head, content."""
         self.formed = 0
         """The newest generation that has said so."""
         self._given_up = 0
@@ -107,11 +107,9 @@ class Commits:
         self._ending = 0
         """The generation whose members write the final state."""
 
-    def keep_vote(
-        self, step: int, origin: int, layout: dict[str, Any] | None, content: bytes
-    ) -> None:
-        if layout is not None and (self.vote is None or (step, origin) >= self.vote[0]):
-            self.vote = ((step, origin), layout, content)
+    def keep_vote(self, step: int, origin: int, head: VoteHead | None, content: bytes) -> None:
+        if head is not None and (self.vote is None or (step, origin) >= self.vote[0]):
+            self.vote = ((step, origin), head, content)
 
     def is_news(self, generation: int) -> bool:
         """What is said of it is not older than what others have said of a later one."""
@@ -120,7 +118,7 @@ class Commits:
     def knows_vote_of(self, step: int, origin: int) -> bool:
         return self.vote is not None and self.vote[0] == (step, origin)
 
-    def vote_of(self, step: int, origin: int) -> tuple[dict[str, Any], bytes]:
+    def vote_of(self, step: int, origin: int) -> tuple[VoteHead, bytes]:
         """What rolls those forward to `step` who did not see its vote complete."""
         assert self.vote is not None
         assert self.vote[0] == (step, origin), (self.vote[0], step, origin)
@@ -128,18 +126,18 @@ class Commits:
 
     def hear(self, report: r.Committed) -> None:
         """Some of the steps may have been said before."""
-        last = report.steps[-1]["metrics"]
-        self.keep_vote(last["step"], last["generation"], report.vote, report.payload)
+        last = report.steps[-1].metrics
+        self.keep_vote(last.step, last.generation, report.vote, report.payload)
         generation = report.generation
         if generation > self._given_up:  # whoever says Joined later does not begin it again
             self.formed = max(self.formed, generation)
         if not report.world_size or generation == self._ending:  # no loss of one takes it along
-            for line in report.steps:
-                self._record(generation, line)
+            for step in report.steps:
+                self._record(generation, step)
             return
         if self._is_current(generation):
             self._world_size = report.world_size
-            self._lines += report.steps
+            self._steps += report.steps
             self._pass_on()
 
     def hear_held(self, report: r.Held) -> None:
@@ -163,19 +161,19 @@ class Commits:
     def give_up(self, generation: int) -> None:
         """Its members may go back: what they have not committed for sure, their successors say."""
         self._given_up = max(self._given_up, generation)
-        self._lines.clear()
+        self._steps.clear()
 
     def _is_current(self, generation: int) -> bool:
         if generation <= self._given_up or generation < self._generation:
             return False
         if generation > self._generation:
             self._generation, self._world_size = generation, 0
-            self._lines, self._held = [], {}
+            self._steps, self._held = [], {}
         return True
 
     def _pass_on(self) -> None:
         if not self._world_size or len(self._held) < self._world_size:
             return
         safe = min(self._held.values())
-        while self._lines and self._lines[0]["metrics"]["step"] <= safe:
-            self._record(self._generation, self._lines.pop(0))
+        while self._steps and self._steps[0].step <= safe:
+            self._record(self._generation, self._steps.pop(0))

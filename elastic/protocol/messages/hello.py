@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from elastic.protocol.messages.direction import Direction
 from elastic.protocol.wire import BadFrame, Header
 
-VERSION = 3
+VERSION = 4
 """Of all messages. Who hears another one in a hello says so and has nothing else to say."""
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
 from elastic.protocol.messages.direction import Direction
+from elastic.protocol.step_record import STEP_RECORD, KnownSteps
 
 TensorShapes: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, dtype and shape of each, in the order in which they follow."""
@@ -18,8 +19,7 @@ class State:
 
     state: dict[str, Any]
     """What `TrainState.restore` takes beside the tensors."""
-    records: dict[str, Any]
-    """Steps that are not on record yet, and the newest vote."""
+    records: KnownSteps
     queued: int
     """So many messages wait to be sent after this one."""
     tensors: TensorShapes
@@ -35,7 +35,7 @@ class Update:
     divisor: float
     num_microbatches: int
     log_names: tuple[str, ...]
-    records: dict[str, Any]
+    records: KnownSteps
     origin: int = 0
     """The generation that computed it."""
     queued: int = 0
@@ -52,4 +52,4 @@ class Lags:
 
 ToFollower: TypeAlias = State | Update | Lags
 
-TO_FOLLOWER: Direction[ToFollower] = Direction(*get_args(ToFollower))
+TO_FOLLOWER: Direction[ToFollower] = Direction(*get_args(ToFollower), parts=STEP_RECORD)

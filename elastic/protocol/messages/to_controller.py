@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
 from elastic.protocol.messages.direction import Direction
+from elastic.protocol.step_record import STEP_RECORD, StepRecord, VoteHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +167,8 @@ class Suspended:
     prepared_by: int
     """The generation whose reduced gradients of the next step are here; 0: none are."""
     is_between_steps: bool
-    vote: dict[str, Any] | None
-    """Layout of the vote of the last committed step, whose content is the payload."""
+    vote: VoteHead | None
+    """Of the last committed step; its content is the payload."""
     evaluation: Evaluation | None
     """The last one that it has completed."""
     is_copied: bool = False
@@ -193,10 +194,9 @@ class Committed:
     generation: int
     world_size: int
     """0: a step is on record once it is said; else once so many ranks have said `Held`."""
-    steps: tuple[dict[str, Any], ...]
-    """Lines of metrics.jsonl and samples.jsonl, by the files' stems."""
-    vote: dict[str, Any] | None
-    """Its layout, whose content is the payload; None: this rank has gone back, and forgot it."""
+    steps: tuple[StepRecord, ...]
+    vote: VoteHead | None
+    """Its content is the payload; None: this rank has gone back, and forgot it."""
     payload: bytes = b""
 
 
@@ -253,7 +253,7 @@ class PartSaved:
     rank: int
     step: int
     payload: bytes = b""
-    """JSON, for who publishes: the part's boxes, the header, whether it is pinned."""
+    """A `SavedPart` (elastic/protocol/manifest.py), packed: of a large model it is large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,4 +347,6 @@ Report: TypeAlias = (
     | DrainNotice
 )
 
-TO_CONTROLLER: Direction[Report] = Direction(*get_args(Report), parts=(Process, Evaluation, Stage))
+TO_CONTROLLER: Direction[Report] = Direction(
+    *get_args(Report), parts=(Process, Evaluation, Stage, *STEP_RECORD)
+)

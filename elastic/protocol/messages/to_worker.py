@@ -1,11 +1,12 @@
 """What the controller tells a worker, over its link."""
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias, get_args
+from typing import TypeAlias, get_args
 
 from elastic.protocol.messages.direction import Direction
 from elastic.protocol.messages.hello import Leave
 from elastic.protocol.messages.to_controller import Evaluation
+from elastic.protocol.step_record import VoteHead
 
 StoreAddress: TypeAlias = tuple[str, int, str]
 """Host, port and secret."""
@@ -71,9 +72,9 @@ class Form:
     recorded_step: int
     store: StoreAddress | None
     """Of the rendezvous where its members meet; None: there is one member."""
-    vote: dict[str, Any] | None
-    """Layout of the vote of `step`, whose content is the payload, for who has not seen it complete
-    and is to apply it; None: not needed."""
+    vote: VoteHead | None
+    """Of `step`, its content is the payload: for who has not seen it complete and is to apply it;
+    None: not needed."""
     evaluation: Evaluation | None
     """The newest that its members know of."""
     holders: tuple[tuple[str, str, int], ...]
@@ -145,4 +146,4 @@ Command: TypeAlias = (
 OfGeneration: TypeAlias = Form | Pause | Checkpoint | Keep | Abort | Recall | Finish
 ToWorker: TypeAlias = Command | SaveConcluded | Word | Leave
 
-TO_WORKER: Direction[ToWorker] = Direction(*get_args(ToWorker), parts=(Evaluation,))
+TO_WORKER: Direction[ToWorker] = Direction(*get_args(ToWorker), parts=(Evaluation, VoteHead))

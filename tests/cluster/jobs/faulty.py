@@ -62,8 +62,7 @@ class Faulty(Toy):
 def install(workload):
     """Instants that the user's code does not see."""
     from workers.checkpoint.saver import _Job
-    from workers.distributed.process_group import Group
-    from workers.membership.own_group import OwnGroup
+    from workers.distributed.process_group import Group, OwnGroup
     from workers.session import Session, Step
 
     def before(kind, name, where):

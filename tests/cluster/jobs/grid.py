@@ -38,7 +38,7 @@ class Grid(Replicated):
         width = NUM_COLUMNS if group.size() % NUM_COLUMNS == 0 else 1
         grid, rank = Mesh(Parallel("fsdp", tp=width), group.size()), group.rank()
         in_row, in_column = grid.along("tp", rank), grid.along("dp_shard", rank)
-        timeout_s = self._spec.join_timeout_s
+        timeout_s = self._spec.timeouts.join_s
         rows = group.part(f"row{in_row[0]}", in_row, timeout_s)
         columns = group.part(f"column{in_column[0]}", in_column, timeout_s)
         ids = [mesh.ids(self._spec.num_microbatches, r) for r in range(group.size())]

@@ -16,16 +16,17 @@ from elastic.protocol.mesh import Axis, Mesh
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.backup.backup import Backup
 from workers.distributed.process_group import AnyGroup
+from workers.parallel.ddp import PlainPasses
 from workers.parallel.initial import Initial
 from workers.parallel.over_shards import OverShards, when_lost
 from workers.parallel.replicated_sums import ReplicatedSums
 from workers.parallel.shards import Shards
-from workers.parallel.strategy import Entered, Formed
+from workers.parallel.strategy import Entered, Formed, NoPasses, Passes
 from workers.reduction.norm import row_squares
 from workers.reduction.reducers import Reduced
 from workers.step.forwards import PlainForwards
-from workers.step.microbatches import Loss, NoPasses, Passes, PlainPasses
 from workers.step.precision import Casting
+from workers.step.vote import Loss
 from workers.tensors.local import part_of
 from workers.train_state.build import build_model, build_state
 from workers.train_state.serialization import parameters_named

@@ -22,8 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Train
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from elastic.protocol.errors import WrongInput
-from workers.distributed.device_mesh import shard_mesh
-from workers.distributed.process_group import Alone, Group, Unconnected
+from workers.distributed.device_mesh import Unconnected, shard_mesh
+from workers.distributed.process_group import Alone, Group
 from workers.parallel.collectives import Collectives
 from workers.parallel.fsdp2_private.hooks import ParameterGather
 from workers.parallel.fsdp2_private.parameters import ParameterGroup, ShardedParameter

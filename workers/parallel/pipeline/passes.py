@@ -23,12 +23,12 @@ from workers.parallel.pipeline.neighbours import Arriving, Neighbours
 from workers.parallel.pipeline.reducer import PipelineReducer
 from workers.parallel.pipeline.schedule import Action, actions
 from workers.parallel.pipeline.stage import Crossing, StageModel
-from workers.step.buffers import TrackedBuffers
-from workers.step.microbatches import Loss, check_loss
+from workers.step.vote import Loss, check_loss
+from workers.train_state.train_state import TrackedBuffers
 
 
 class StagePasses:
-    """See `workers.step.microbatches.Passes`. Of one rank, for a generation."""
+    """See `workers.parallel.strategy.Passes`. Of one rank, for a generation."""
 
     def __init__(
         self,

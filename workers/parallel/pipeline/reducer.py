@@ -22,7 +22,7 @@ from workers.parallel.pipeline.rows import SharedRows
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import FlatLayout, Flats, TreeFold
 from workers.reduction.tree_reduction import reduce_tree
-from workers.step.buffers import TrackedBuffers
+from workers.train_state.train_state import TrackedBuffers
 
 
 @dataclass(slots=True)

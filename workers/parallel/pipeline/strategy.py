@@ -37,11 +37,10 @@ from workers.parallel.pipeline.rows import SharedRows
 from workers.parallel.pipeline.stage import StageModel
 from workers.parallel.pipeline.stand_in import Announced, StandIns, Structure, places_without
 from workers.parallel.shards import Shards
-from workers.parallel.strategy import Entered, Formed
+from workers.parallel.strategy import Entered, Formed, NoPasses, Passes
 from workers.reduction.norm import squares_of_shards
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards
-from workers.step.microbatches import NoPasses, Passes
 from workers.step.precision import DTYPES, Casting
 from workers.torch_private.modules import is_compiled
 from workers.torch_private.version import check_version
@@ -156,7 +155,7 @@ class Staged(OverShards):
         self._on_lost = when_lost(formed)
         if group.rank() == 0:
             formed.say(self._planned(mesh, formed.generation))
-        timeout_s = self._spec.join_timeout_s
+        timeout_s = self._spec.timeouts.join_s
         links = links_of(plan, self._known_chain, mesh.ranks())
         self._links = Links(group, links, timeout_s)
         self._groups = BlockGroups(group, timeout_s)

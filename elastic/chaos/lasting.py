@@ -1,0 +1,87 @@
+"""What lasts of the faults of one scenario, and is undone when its time has come, or at the end.
+
+Who is hit, and when, is inject.py's.
+"""
+
+import time
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from elastic.chaos.capacity import Capacity, need_of
+from elastic.chaos.freezer import Freezer, Row
+from elastic.chaos.plan import Strike
+from elastic.chaos.scenario import Fault
+from elastic.chaos.storage_faults import Ballast
+from elastic.store.files import Folder, read_json
+
+MENDED_S = 1.0
+"""How much later than its time a link is whole again at the latest."""
+
+
+class Lasting:
+    """Stopped and slow processes, a full disk, lost links, slots that others hold. `look` often;
+    `end` once."""
+
+    def __init__(
+        self,
+        run: Folder,
+        send: Callable[[Row, Any], object],
+        address: str | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        """send: a signal to the process of a row of status.json. address: the run's cluster."""
+        self._run, self._address, self._tell = run, address, tell
+        self.freezer, self.ballast = Freezer(send, tell), Ballast(tell)
+        self.capacity = Capacity(self._holders)
+        self.room_strike: Strike | None = None
+        """The last one on the capacity."""
+        self._device = "cpu"
+        self._mended_at = 0.0
+
+    def look(self, now: float) -> None:
+        """now: monotonic seconds."""
+        self.freezer.look(now)
+        self.ballast.look(now)
+
+    def end(self) -> None:
+        """Everything is undone; what nodes undo by themselves is waited for."""
+        self.freezer.look(inf)
+        self.ballast.look(inf)
+        self.capacity.end()
+        left_s = self._mended_at - time.monotonic()
+        if left_s > 0:
+            self._tell(f"waiting {left_s:.0f} s until all links are whole again")
+            time.sleep(left_s)
+
+    def drain(self, node_id: str, deadline_s: float) -> None:
+        from elastic.on_ray.driver import remote_faults
+
+        remote_faults.join(self._address)
+        remote_faults.drain(node_id, deadline_s)
+
+    def lose_packets(self, node_id: str, spec: Fault, until: float) -> float:
+        """Of a node's links; the Unix time there when it begins. OSError, WrongInput if it cannot
+        be done."""
+        from elastic.on_ray.driver import packet_loss, remote_faults
+
+        remote_faults.join(self._address)
+        assert spec.for_s is not None
+        loss = packet_loss.ALL if spec.what == "cut" else spec.loss
+        at = packet_loss.lose_packets(node_id, loss, spec.for_s)
+        self._mended_at = max(self._mended_at, until + packet_loss.DELAY_S + MENDED_S)
+        return at
+
+    def make_room(self, strike: Strike, status: dict[str, Any], now: float) -> None:
+        """As a strike on the capacity says."""
+        for row in status.get("workers", []):
+            self._device = str(row.get("device") or self._device)
+        self.capacity.make_room(strike.room, now)
+        self.room_strike = strike
+
+    def _holders(self) -> Any:
+        from elastic.on_ray.driver import placeholders, remote_faults
+
+        remote_faults.join(self._address)
+        config = read_json(self._run, "config.json") or {}
+        return placeholders.Placeholders(need_of(config, self._device))
