@@ -29,6 +29,10 @@ class StepMetrics:
     """What was logged, by name; None if it is not finite."""
     bubble: float | None = None
     """The share of the step in which a stage waited for its neighbours; None without stages."""
+    learning_rate: float | None = None
+    """That the step was taken with, of the optimizer's first group; None if nobody knows."""
+    gradient_norm: float | None = None
+    """Before clipping; None if it is not finite."""
 
     def to_line(self) -> dict[str, Any]:
         line = {field.name: getattr(self, field.name) for field in fields(self)}
