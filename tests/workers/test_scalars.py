@@ -39,9 +39,9 @@ def norms(parallel: str, group: Any = None, generation: int = 1, **changes: Any)
     for _ in range(STEPS):
         take_step(rig)
     rig.loader.close()
-    told = [step["metrics"] for of, _ in rig.link.of("committed") for step in of["steps"]]
-    assert {m["learning_rate"] for m in told} <= {0.1}
-    return [m["gradient_norm"] for m in told]
+    told = [step.metrics for of, _ in rig.link.of("committed") for step in of["steps"]]
+    assert {m.learning_rate for m in told} <= {0.1}
+    return [m.gradient_norm for m in told]
 
 
 def test_every_strategy_tells_the_norm_that_clipping_would_divide_by():
@@ -74,9 +74,9 @@ def test_the_learning_rate_is_that_which_a_step_was_taken_with():
     rig.step()
     rig.step()
     rig.loader.close()
-    told = [step["metrics"] for of, _ in rig.link.of("committed") for step in of["steps"]]
-    assert [m["learning_rate"] for m in told] == [0.1, 0.05]
-    assert told[0]["gradient_norm"] > 0
+    told = [step.metrics for of, _ in rig.link.of("committed") for step in of["steps"]]
+    assert [m.learning_rate for m in told] == [0.1, 0.05]
+    assert told[0].gradient_norm > 0
 
 
 def test_a_learning_rate_is_a_number_that_the_host_knows():
