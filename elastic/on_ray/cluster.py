@@ -21,7 +21,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from elastic.control import commands as c
 from elastic.control import events as e
 from elastic.control.detection.hang import STOPPED, watch
-from elastic.control.detection.patience import Place
+from elastic.control.detection.patience import PhaseOfStep
 from elastic.control.translation import Eventful, event_of, interruption
 from elastic.on_ray.background import Background
 from elastic.on_ray.backup.servers import BackupServers
@@ -333,7 +333,7 @@ class RayCluster:
         cause: str,
         why: str = "",
         last_seen: float | None = None,
-        slow_in: Place | None = None,
+        slow_in: PhaseOfStep | None = None,
     ) -> None:
         record = self.workers.pop(worker, None)
         if record is None:

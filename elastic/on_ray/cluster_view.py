@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 
 from elastic.control import events as e
 from elastic.control.commands import Discard, Publish
-from elastic.control.detection.patience import Costly, Place
+from elastic.control.detection.patience import Costly, PhaseOfStep
 from elastic.on_ray.backup.servers import BackupServers
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.slots import Slot
@@ -100,7 +100,7 @@ class ClusterView(Protocol):
         cause: str,
         why: str = "",
         last_seen: float | None = None,
-        slow_in: Place | None = None,
+        slow_in: PhaseOfStep | None = None,
     ) -> None: ...
 
     def user_failed(self, worker: int, fallback: str) -> None: ...

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore
 from workers.distributed import backends, gloo
 from workers.distributed.backends import with_control
 from workers.distributed.nccl import formed
-from workers.distributed.process_group import Connect, Group, Place
+from workers.distributed.process_group import Connect, Group, GroupSpec
 from workers.step.randomness import seed_microbatch
 
 CPU = torch.device("cpu")
@@ -97,23 +97,23 @@ def connecting_threads() -> Callable[[torch.device, str], Connect]:
     meeting = ranks.Meeting()
 
     def connect_for(device: torch.device, host: str) -> Connect:
-        def data(place: Place) -> Group:
+        def data(spec: GroupSpec) -> Group:
             torch.sim.set_device(device)
-            return meeting.data(device, place.name, place)
+            return meeting.data(device, spec.name, spec)
 
         return with_control(data, partial(ranks.control, device))
 
     return connect_for
 
 
-def _data(port: int, place: Place) -> Group:
+def _data(port: int, spec: GroupSpec) -> Group:
     from tests.device.nccl_group import SimulatedNccl
 
     def connect() -> Any:
         store = TCPStore(HOST, port, None, False, STORE_TIMEOUT, wait_for_workers=False)
-        return PrefixStore(place.name, store)
+        return PrefixStore(spec.name, store)
 
     torch.sim.set_device(HERE)
-    nccl = SimulatedNccl(connect, place.rank, place.world_size, device=HERE)
+    nccl = SimulatedNccl(connect, spec.rank, spec.world_size, device=HERE)
     nccl.begin_connect(HERE)
-    return formed(nccl, place)
+    return formed(nccl, spec)
