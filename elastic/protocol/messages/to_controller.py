@@ -144,6 +144,21 @@ class ScriptMove:
 
 
 @dataclass(frozen=True, slots=True)
+class ScriptSteps:
+    """Steps of a script's optimizers, from the lowest rank. They may be said more than once."""
+
+    call: int
+    """The generation in which the script was called that they are of."""
+    base: int
+    """Steps that were behind it then: later ones of calls before are done again, if they are."""
+    steps: tuple[dict[str, Any], ...]
+    """Lines of metrics.jsonl, in order."""
+
+
+OfScript: TypeAlias = ScriptLevel | ScriptMove | ScriptSteps
+
+
+@dataclass(frozen=True, slots=True)
 class Paused:
     generation: int
     rank: int
@@ -325,6 +340,7 @@ Report: TypeAlias = (
     | Planned
     | ScriptLevel
     | ScriptMove
+    | ScriptSteps
     | Paused
     | Kept
     | Suspended
