@@ -42,7 +42,7 @@ class Feed:
 
 def blocks_from(row: int) -> Found:
     first = row // BLOCK_ROWS * BLOCK_ROWS
-    if first >= ROWS:
+    if row >= ROWS:
         return End(ROWS)
     stop = min(first + BLOCK_ROWS, ROWS)
     table = pa.table({"id": range(first, stop)})
