@@ -307,8 +307,8 @@ class Recorder:
 
     def _record_applied(self, directory: ScriptDirectory, said: ScriptSteps) -> None:
         """In the writer's thread."""
-        for line in directory.record_applied(said.call, said.base, said.steps):
-            self._draw(directory, line)
+        for step in directory.record_applied(said.call, said.base, said.steps):
+            self._draw(directory, step.to_line())
 
     def record_anatomy(self, worker: int, rows: tuple[dict[str, Any], ...]) -> None:
         """Where the time of some steps went, on one worker."""

@@ -9,8 +9,8 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from elastic.protocol.step_record import StepMetrics
 from elastic.store.files import Folder, encode
 from elastic.store.journal import LineFile, lines_backwards
 from elastic.store.run_directory import ROLLED_BACK
@@ -45,7 +45,7 @@ class AppliedSteps:
         """In the order in which they are closed."""
         return (self.moved, self.lines)
 
-    def record(self, call: int, base: int, lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def record(self, call: int, base: int, steps: Sequence[StepMetrics]) -> list[StepMetrics]:
         """Those that are new, which are on record now.
 
         call: the generation in which the call of the script has begun that they are of. base: it
@@ -57,11 +57,11 @@ class AppliedSteps:
         if base < self.last and self._generation < call:
             with self._lock:
                 self._go_back(base)
-        new = [line for line in lines if line["step"] > self.last]
-        for line in new:
-            self.lines.keep(encode(line) + b"\n")
+        new = [step for step in steps if step.step > self.last]
+        for step in new:
+            self.lines.keep(encode(step.to_line()) + b"\n")
         if new:
-            self.last, self._generation = new[-1]["step"], new[-1]["generation"]
+            self.last, self._generation = new[-1].step, new[-1].generation
         self.lines.write()
         return new
 

@@ -7,11 +7,11 @@ with a checkpoint, whose lines are in commits.jsonl; all else is as run_director
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
+from elastic.protocol.step_record import StepMetrics
 from elastic.store.applied_steps import AppliedSteps
 from elastic.store.journal import LineFile
-from elastic.store.run_directory import METRICS_FIELDS, RunDirectory, check_fields
+from elastic.store.run_directory import RunDirectory
 
 
 class ScriptDirectory(RunDirectory):
@@ -28,12 +28,10 @@ class ScriptDirectory(RunDirectory):
         return (*super()._files, *self._applied.files)
 
     def record_applied(
-        self, call: int, base: int, lines: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
+        self, call: int, base: int, steps: Sequence[StepMetrics]
+    ) -> list[StepMetrics]:
         """As `AppliedSteps.record`."""
-        for line in lines:
-            check_fields("metrics", line, METRICS_FIELDS)
-        return self._applied.record(call, base, lines)
+        return self._applied.record(call, base, steps)
 
     def flush(self, *, with_status: bool = True) -> None:
         super().flush(with_status=with_status)

@@ -73,7 +73,7 @@ def test_what_waits_to_be_said_comes_before_what_is_in_force_and_once():
 
 def test_the_newest_steps_of_the_newest_call_of_a_script_are_said_again():
     in_force = ReportsInForce()
-    said = [r.ScriptSteps(1, 0, ({"step": step},)) for step in range(70)]
+    said = [r.ScriptSteps(1, step, ()) for step in range(70)]
     for report in said:
         in_force.say(report)
     assert list(in_force.again_after(said[-2:])) == said[-64:]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.protocol.messages.to_controller import ScriptSteps
+from elastic.protocol.step_record import StepMetrics
 from elastic.store.applied_steps import AppliedSteps
 from tests.scripts.test_units import BATCH, SAMPLES, alone, listening, loader_of
 from workers.scripts.in_place.applied import Applied
@@ -33,8 +34,8 @@ def told(course: Any) -> list[tuple[int, int]]:
     """Step and samples of each line."""
     course.applied.tell()
     lines = listening(course).steps
-    assert all(line["step_s"] > 0 and line["world_size"] == 1 for line in lines)
-    return [(line["step"], line["samples"]) for line in lines]
+    assert all(line.step_s > 0 and line.world_size == 1 for line in lines)
+    return [(line.step, line.samples) for line in lines]
 
 
 def test_each_step_behind_gradients_is_a_line_with_the_samples_so_far(course):
@@ -91,7 +92,7 @@ def test_after_a_loss_the_newest_steps_are_told_again_and_the_time_begins_anew()
         applied.hear_step()
     applied.tell()
     applied.tell()
-    assert [[line["step"] for line in each.steps] for each in said] == [[1, 2, 3]]
+    assert [[line.step for line in each.steps] for each in said] == [[1, 2, 3]]
     applied.begin()
     began = applied._began
     applied.go_on()
@@ -106,8 +107,8 @@ def opened(tmp_path) -> Callable[[], AppliedSteps]:
     return lambda: AppliedSteps(tmp_path, None, threading.Lock())
 
 
-def lines(generation: int, *steps: int) -> list[dict[str, Any]]:
-    return [{"step": step, "generation": generation} for step in steps]
+def lines(generation: int, *steps: int) -> list[StepMetrics]:
+    return [StepMetrics(step, 0.0, None, generation, 2, step, 0.1, True, {}) for step in steps]
 
 
 def on_record(place: Path, name: str = "metrics.jsonl") -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.messages.to_controller import ScriptSteps
+from elastic.protocol.step_record import StepMetrics
 from tests.workers.ranks import Ranks, run_ranks
 from workers.distributed.pending import Pending
 from workers.distributed.process_group import Group
@@ -35,7 +36,7 @@ class Survivors:
         self._ranks, self._survivors = ranks, survivors
         self.denied = ""
         self.levels: list[tuple[int, str]] = []
-        self.steps: list[dict[str, Any]] = []
+        self.steps: list[StepMetrics] = []
         self.group = ranks.form(1, [0, 1, 2])
         ranks.once_said("lost", self.group.abandon)
 
@@ -176,7 +177,7 @@ def test_who_has_missed_the_end_of_a_unit_takes_its_sums_from_who_has_seen_it():
             num_steps += 1
         course: Any = dist.group.WORLD.course  # type: ignore[union-attr]
         course.applied.tell()
-        told = {line["step"]: line["samples"] for line in course._regrouping.steps}
+        told = {line.step: line.samples for line in course._regrouping.steps}
         return used([net]), num_steps, averages.item(), told
 
     lines = {step: step * SAMPLES // 4 for step in range(1, 5)}

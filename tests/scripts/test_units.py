@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic.protocol.errors import StepCancelled
 from elastic.protocol.messages.to_controller import ScriptSteps
+from elastic.protocol.step_record import StepMetrics
 from workers.distributed.process_group import Alone, Group
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.in_place.call_state import COLLECTIVE, SEND, SUM
@@ -40,7 +41,7 @@ class Listening:
     def __init__(self) -> None:
         self.denied = ""
         self.levels: list[int] = []
-        self.steps: list[dict[str, Any]] = []
+        self.steps: list[StepMetrics] = []
 
     def regroup(self, error: Any) -> Group | None:
         raise AssertionError("a lone rank lost a peer")

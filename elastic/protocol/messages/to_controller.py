@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
 from elastic.protocol.messages.direction import Direction
-from elastic.protocol.step_record import STEP_RECORD, StepRecord, VoteHead
+from elastic.protocol.step_record import STEP_RECORD, StepMetrics, StepRecord, VoteHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +151,8 @@ class ScriptSteps:
     """The generation in which the script was called that they are of."""
     base: int
     """Steps that were behind it then: later ones of calls before are done again, if they are."""
-    steps: tuple[dict[str, Any], ...]
-    """Lines of metrics.jsonl, in order."""
+    steps: tuple[StepMetrics, ...]
+    """In order."""
 
 
 OfScript: TypeAlias = ScriptLevel | ScriptMove | ScriptSteps

@@ -7,9 +7,10 @@ to be on record once is elastic/store/applied_steps.py's.
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from elastic.protocol.messages.to_controller import ScriptSteps
+from elastic.protocol.step_record import StepMetrics
 
 TOLD_EVERY_S = 0.25
 AGAIN_S, MOST_KEPT = 10.0, 4096
@@ -36,7 +37,7 @@ class Applied:
         """So far, with those that were on record when the call began."""
         self._num_units = self._fresh = 0
         """Since the last step, and the samples that were used in them."""
-        self._lines: deque[dict[str, Any]] = deque(maxlen=MOST_KEPT)
+        self._lines: deque[StepMetrics] = deque(maxlen=MOST_KEPT)
         self._told, self._told_at = 0, time.monotonic()
         """The last step that needs no telling."""
         self._began: float | None = None
@@ -66,17 +67,17 @@ class Applied:
         self.steps += 1
         self.samples += self._fresh
         self._lines.append(
-            {
-                "step": self.steps,
-                "time": time.time(),
-                "loss": None,
-                "generation": self._generation(),
-                "world_size": self._members.size(),
-                "samples": self.samples,
-                "step_s": now - (self._began or now),
-                "applied": True,
-                "user": {},
-            }
+            StepMetrics(
+                step=self.steps,
+                time=time.time(),
+                loss=None,
+                generation=self._generation(),
+                world_size=self._members.size(),
+                samples=self.samples,
+                step_s=now - (self._began or now),
+                applied=True,
+                user={},
+            )
         )
         self._num_units, self._fresh, self._began = 0, 0, None
         if now - self._told_at >= TOLD_EVERY_S:
@@ -84,7 +85,7 @@ class Applied:
 
     def tell(self) -> None:
         """What is not told yet."""
-        new = tuple(line for line in self._lines if line["step"] > self._told)
+        new = tuple(line for line in self._lines if line.step > self._told)
         self._told, self._told_at = self.steps, time.monotonic()
         if new:
             self._tell(ScriptSteps(self._call, self._base, new))
@@ -95,5 +96,5 @@ class Applied:
             self._began = time.monotonic()
         since = time.time() - AGAIN_S
         self._told = min(
-            (line["step"] - 1 for line in self._lines if line["time"] >= since), default=self._told
+            (line.step - 1 for line in self._lines if line.time >= since), default=self._told
         )
