@@ -180,7 +180,7 @@ def test_who_has_missed_the_end_of_a_unit_takes_its_sums_from_who_has_seen_it():
         told = {line.step: line.samples for line in course._regrouping.steps}
         return used([net]), num_steps, averages.item(), told
 
-    lines = {step: step * SAMPLES // 4 for step in range(1, 5)}
+    lines = {1: 9, 2: 18, 3: 24, 4: 36}  # rank 0 has drawn its own of the third one
     assert in_place(2, script) == [([[1.0] * SAMPLES], 4, 4.0, lines)] * 2
 
 
