@@ -24,7 +24,7 @@ from elastic.observe.anatomy import SharesByStep
 from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
-from elastic.protocol.messages.to_controller import Planned, ScriptLevel
+from elastic.protocol.messages.to_controller import Planned, ScriptLevel, ScriptSteps
 from elastic.protocol.step_record import StepRecord
 from elastic.store.before import Before, look_at
 from elastic.store.catalogue import Damage
@@ -38,6 +38,7 @@ from elastic.store.files import (
 )
 from elastic.store.remote import AWAY_PAUSES_S, StoreAway, patiently, shown_uri
 from elastic.store.run_directory import RunDirectory
+from elastic.store.script_directory import ScriptDirectory
 
 T = TypeVar("T")
 LEDGER_EVERY = 1000
@@ -161,7 +162,7 @@ class Recorder:
             )
         storage, name, launch = self.order["storage"], self.order["name"], self.order["run_id"]
         before = self._ask(lambda: look_at(reach_folder(storage).at(name)))
-        directory = self._ask(lambda: RunDirectory(storage, name, launch=launch))
+        directory = self._ask(lambda: self._kind(storage, name, launch=launch))
         self._before = before
         self._ask(functools.partial(directory.begin, self.order["content"]))
         return directory
@@ -188,12 +189,16 @@ class Recorder:
         storage, name = self.order["storage"], self.order["name"]
         if read_json(open_folder(storage).at(name), "config.json") is None:
             return None
-        directory = RunDirectory(storage, name, launch=self.order["run_id"])
-        past = read_past(directory.directory, self.order["run_id"], self.limits)
+        directory = self._kind(storage, name, launch=self.order["run_id"])
+        past = read_past(directory.directory, self.order["run_id"], self.limits, directory.RECORD)
         if past is None:
             directory.close()
             return None
         return directory, past
+
+    @property
+    def _kind(self) -> type[RunDirectory]:
+        return RunDirectory if self.level is None else ScriptDirectory
 
     def _storage_failed(self, cause: str) -> None:
         if self._closing.is_set():
@@ -292,7 +297,18 @@ class Recorder:
         try:
             directory.record_step(metrics, samples)
         finally:
-            self._draw(directory, metrics)
+            if not isinstance(directory, ScriptDirectory):
+                self._draw(directory, metrics)
+
+    def record_applied(self, said: ScriptSteps) -> None:
+        """Steps of a script's optimizers."""
+        if isinstance(self.directory, ScriptDirectory):
+            self.writer.write_soon(self._record_applied, self.directory, said)
+
+    def _record_applied(self, directory: ScriptDirectory, said: ScriptSteps) -> None:
+        """In the writer's thread."""
+        for step in directory.record_applied(said.call, said.base, said.steps):
+            self._draw(directory, step.to_line())
 
     def record_anatomy(self, worker: int, rows: tuple[dict[str, Any], ...]) -> None:
         """Where the time of some steps went, on one worker."""

@@ -163,7 +163,7 @@ def curves(record: RunRecord, drawn: Drawn) -> str:
     names |= {f"user{i}": name for i, name in enumerate(steps.user)}
     parts = [titled(drawn, key, name) for key, name in names.items()]
     num_infinite = int((~_finite(steps.columns["loss"])).sum())
-    if num_infinite:
+    if num_infinite and "level" not in record.status:  # a script keeps its loss to itself
         parts.append(f"<p>{num_infinite} of {steps.count} steps have no finite loss.</p>")
     if steps.num_unshown:
         parts.append(f"<p>{steps.num_unshown} more names of scalars are not drawn.</p>")

@@ -36,7 +36,7 @@ class Collectives(Protocol):
     members: tuple[int, ...]
 
     @property
-    def on_missing(self) -> str: ...
+    def sums_survivors(self) -> bool: ...
     def hear_rank_asked(self) -> None: ...
     def begin_collective(self, own: OwnCollective, *, is_by_rank: bool) -> None: ...
     def drop_collective(self) -> None: ...
@@ -135,7 +135,7 @@ class DefaultGroup(C10dGroup):
         return self.inner
 
     def allreduce(self, tensors: list[Tensor], opts: Any = ALL_REDUCE) -> TorchWork:
-        doing = SUM if self.course and self.course.on_missing == "survivors" else COLLECTIVE
+        doing = SUM if self.course and self.course.sums_survivors else COLLECTIVE
         with self._announced(doing, tensors, tensors):
             work = super().allreduce(tensors, opts)
         assert isinstance(work, FutureWork)
