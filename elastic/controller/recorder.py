@@ -35,6 +35,7 @@ from elastic.store.files import (
     reach_folder,
     read_json,
     sees_probe,
+    write_json,
 )
 from elastic.store.remote import AWAY_PAUSES_S, StoreAway, patiently, shown_uri
 from elastic.store.run_directory import RunDirectory
@@ -251,8 +252,14 @@ class Recorder:
         self._journal({"at": self._now(), kind: fields})
 
     def record_planned(self, said: Planned) -> None:
-        self.planned = said
+        """Also in config.json, what each block costs."""
+        before, self.planned = self.planned, said
         self.note("planned", encode(said))
+        costs = dict(zip(said.blocks, said.costs, strict=True))
+        is_known = before is not None and (before.blocks, before.costs) == (said.blocks, said.costs)
+        if costs and self.directory is not None and not is_known:
+            content = {**self.order["content"], "block_costs": costs}
+            self.writer.write(write_config, self.directory, content)
 
     def record_level(self, said: ScriptLevel) -> None:
         self.level = said
@@ -388,6 +395,12 @@ class Recorder:
         """In the writer's thread."""
         assert self.directory is not None
         self.directory.append_journal({"at": self._now(), "checkpoint": fields})
+
+
+def write_config(directory: RunDirectory, content: dict[str, Any]) -> None:
+    """Anew, unless another launch writes the run by now."""
+    if not directory.taken_by:
+        write_json(directory.folder, "config.json", content)
 
 
 def level_at_start(content: dict[str, Any]) -> ScriptLevel | None:
