@@ -35,16 +35,23 @@ def keep(**objects: Any) -> None:
         found.keep(objects)
 
 
-def on_missing(policy: str) -> None:
-    """What becomes of an `all_reduce` of the script's own if a rank is lost in it: "restart", as
-    without this, calls the script again; "survivors" sums over who is left, and samples that come
-    from no DataLoader are those of who is left, too. All ranks say the same.
+def on_missing(
+    policy: str | None = None, *, sums: str | None = None, samples: str | None = None
+) -> None:
+    """What becomes of what a lost rank had a part in. "restart", as without this, calls the script
+    again; "survivors" goes on without that part. All ranks say the same.
+
+    sums: an `all_reduce` of the script's own, which is then the sum over who is left. samples:
+    those that come from no DataLoader; a lost rank's are used by nobody then. policy: of both.
 
     ValueError for another policy.
     """
-    if policy not in ("restart", "survivors"):
-        raise ValueError(f'on_missing must be "restart" or "survivors", got {policy!r}')
+    asked = {"sums": sums or policy, "samples": samples or policy}
+    for name, value in asked.items():
+        if value not in (None, "restart", "survivors"):
+            what = f'on_missing({name}=...) must be "restart" or "survivors"'
+            raise ValueError(f"{what}, got {value!r}")
     from workers.scripts.epochs import current
 
     if (found := current()) is not None:
-        found.go_on_missing(policy)
+        found.go_on_missing(**asked)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, cast
 import torch
 
 from elastic.protocol.errors import GivenUp, PeerLost, StepCancelled, in_words
-from elastic.protocol.messages.to_controller import LastWords, ScriptLevel
+from elastic.protocol.messages.to_controller import LastWords, ScriptLevel, ScriptSteps
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
 from workers.membership.link import leave
@@ -29,15 +29,16 @@ from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.epochs import Epochs
 from workers.scripts.in_place import trial
 from workers.scripts.in_place.course import AFTER_A_LOSS, Course
-from workers.scripts.in_place.loader import Loaders, deliver
+from workers.scripts.in_place.loader import Loaders
 from workers.scripts.in_place.seams import standing_in
-from workers.scripts.ranks import Place, environment_set
+from workers.scripts.ranks import Place, environment_set, introduced
 from workers.scripts.reports import (
     MANIFESTS,
     File,
     Reports,
     Retention,
     Told,
+    Trained,
     brought_by,
     new_name,
     paths_in,
@@ -139,9 +140,14 @@ class Call:
         if is_lowest:
             self.reports.sweep()
         newest = self.reports.newest() if is_lowest else None
+        trained = asdict(self.reports.trained_at(newest)) if is_lowest else None
         refusal = self.not_in_place or trial.refusal()
-        said = self._introduce(inner, [spec.node or spec.host, spec.host, newest, refusal])
-        _, master, self._told.newest, _ = said[0]
+        try:
+            said = introduced(inner, [spec.node or spec.host, spec.host, newest, trained, refusal])
+        except PeerLost as error:
+            raise self._lost(error) from error
+        _, master, self._told.newest, trained, _ = said[0]
+        self._told.trained = Trained(**trained)
         self.place = Place.of(inner.rank(), [node for node, *_ in said], master)
         self.not_in_place = next((why for *_, why in said if why), "")
         self.group = DefaultGroup(
@@ -154,6 +160,7 @@ class Call:
             stack.enter_context(no_start_method())
             stack.enter_context(environment_set(environment))
             stack.enter_context(as_default(self.group))
+            self.tell_steps(ScriptSteps(self.generation, self.trained.steps, ()))
             if self.not_in_place:
                 self.say_level(0, self.not_in_place)
                 if self._num_calls and self.rank == 0 and self.not_in_place != NOT_HIGHER:
@@ -168,21 +175,11 @@ class Call:
             self.loaders.end()
         self._end(value, epochs)
 
-    def _introduce(self, inner: Group, mine: list[Any]) -> list[list[Any]]:
-        """What all say that begin a call. Who is in the middle of one hears of it, and begins with
-        the others."""
-        while True:
-            try:
-                said = gather_json(inner, {"begins": mine})
-            except PeerLost as error:
-                raise self._lost(error) from error
-            if all("begins" in of_rank for of_rank in said):
-                return [of_rank["begins"] for of_rank in said]
-
     # --- going on in place --------------------------------------------------------------------
     def _in_place(self, group: DefaultGroup) -> AbstractContextManager[None]:
         name = f"{self.run_id}/{self.generation}/{self._num_calls}"
         self.course = group.course = Course(name, group, self)
+        self.course.applied.begin_at(**asdict(self._told.trained))
         self.loaders = Loaders(self.course)
         self.say_level(0, "nothing is trained in DistributedDataParallel yet")
         return standing_in(self.course, self.loaders)
@@ -190,10 +187,6 @@ class Call:
     def holding_back(self) -> AbstractContextManager[None]:
         """Within, a loader of Ray's is opened, which draws a batch ahead of the script."""
         return nullcontext() if self.loaders is None else self.loaders.holding_back()
-
-    def deliver(self, batches: Any) -> None:
-        """Ray's loader has given the script a batch of these."""
-        deliver(batches)
 
     @property
     def has_changed(self) -> bool:
@@ -244,6 +237,22 @@ class Call:
             self._unwinding.tell()
             raise StepCancelled
         self._member.vitals.enter("user")
+
+    @property
+    def most_ranks(self) -> int:
+        """That a call of the script may have."""
+        return self._session._spec.global_batch
+
+    @property
+    def trained(self) -> Trained:
+        """At level 0 nobody counts."""
+        if self.course is None:
+            return self._told.trained
+        return Trained(self.course.applied.steps, self.course.applied.samples)
+
+    def tell_steps(self, said: ScriptSteps) -> None:
+        if self.rank == 0:
+            self._member.link.send(said)
 
     def say_level(self, level: int, reason: str) -> None:
         """At which level this call runs, and why at no higher one; all ranks may say it."""
@@ -334,7 +343,7 @@ class Call:
         def publish() -> None:
             names = [entry["checkpoint_dir_name"] for entry in self.reports.entries()]
             if self.rank == 0 and name not in names:
-                self.reports.publish(name, files, metrics)
+                self.reports.publish(name, files, metrics, self.trained)
                 self._log(metrics, name)
                 self.reports.flush_log()
 
@@ -369,16 +378,9 @@ class Call:
         raise self._lost(GivenUp(why))
 
     def _log(self, metrics: dict[str, Any], name: str | None) -> None:
-        line: dict[str, Any] = {
-            "report": self._told.num_reports,
-            "generation": self.generation,
-            "world_size": self.place.world_size if self.group is None else self.group.size(),
-            "metrics": metrics,
-            "checkpoint": name,
-        }
-        if self.loop.keeps_all_metrics:
-            line["metrics_of_ranks"] = self._told.metrics_of_ranks
-        self.reports.log(line)
+        size = self.place.world_size if self.group is None else self.group.size()
+        of_group = {"generation": self.generation, "world_size": size}
+        self.reports.log(self._told.line(metrics, name) | of_group)
 
     # --- steps ----------------------------------------------------------------------------
     def _next_step(self) -> Step:
@@ -490,11 +492,6 @@ class Call:
         return StepCancelled()
 
     def _tell(self, what: str, began: float) -> None:
-        log.info(
-            "generation=%d step=%d call=%d %s seconds=%.3f",
-            self._member.generation,
-            self._member.step,
-            self._num_calls,
-            what,
-            time.monotonic() - began,
-        )
+        member, seconds = self._member, time.monotonic() - began
+        line = "generation=%d step=%d call=%d %s seconds=%.3f"
+        log.info(line, member.generation, member.step, self._num_calls, what, seconds)

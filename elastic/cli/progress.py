@@ -64,14 +64,19 @@ class View:
     def loss_text(self) -> str:
         loss = self.metrics.get("loss")
         if loss is None:
-            return "not finite" if self.metrics else "-"
+            return "not finite" if self.metrics and not self.is_script else "-"
         return number_text(loss)
+
+    @property
+    def is_script(self) -> bool:
+        """A script says itself when it is over, and nobody knows its loss."""
+        return "level" in self.status
 
     @property
     def left_s(self) -> float | None:
         """Seconds until the run is done; None if nobody knows, or it is."""
-        is_over = self.status["phase"] == "finished"
-        return None if is_over else self.course.left_s(self.status["steps"])
+        is_open = self.status["phase"] == "finished" or self.is_script
+        return None if is_open else self.course.left_s(self.status["steps"])
 
 
 class Progress:

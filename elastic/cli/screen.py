@@ -16,7 +16,7 @@ from rich.text import Text
 from elastic.cli.course import is_number
 from elastic.cli.text import duration, name_of, number_text, percent, printable, speed_text
 from elastic.protocol.membership import counted
-from elastic.store.run_directory import OF_OPTIMIZER
+from elastic.protocol.step_record import OF_OPTIMIZER
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 CURVE_COLUMNS = 48

@@ -5,7 +5,7 @@ translation.py makes them of what members report.
 
 from dataclasses import dataclass
 
-from elastic.control.detection.patience import Place
+from elastic.control.detection.patience import PhaseOfStep
 from elastic.control.standing import Standing
 
 
@@ -26,7 +26,7 @@ class WorkerLost:
     at: float
     why: str = ""
     """What was seen, in words, where the cause alone does not tell."""
-    slow_in: Place | None = None
+    slow_in: PhaseOfStep | None = None
     """It was only taken for hung because of its time there."""
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from elastic.control import commands, events, state
 from elastic.control.commands import Command
-from elastic.control.detection.patience import Costly, Place
+from elastic.control.detection.patience import Costly, PhaseOfStep
 from elastic.control.events import Event, Tick
 from elastic.control.planning import Nodes
 from elastic.control.standing import Standing
@@ -106,7 +106,7 @@ _CLASSES = registry(
     Nodes,
     Parallel,
     Standing,
-    Place,
+    PhaseOfStep,
     Costly,
     Started,
     Entry,
@@ -118,6 +118,7 @@ JOURNAL_TYPES: Registry = {
     "Ledger": ledger_of,
     "Standing": standing_of,
     "WorkerReady": events.WorkerStarted,  # as it was called
+    "Place": PhaseOfStep,  # likewise
 }
 """For `elastic.protocol.encoding.decode`."""
 

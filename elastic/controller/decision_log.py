@@ -31,7 +31,7 @@ class DecisionLog(NamedTuple):
     account: Account
     lost_steps: int
     last_metrics: dict[str, Any]
-    """The last line of metrics.jsonl, {} if it has none."""
+    """Of the engine's last step on record, {} if there is none."""
     last_evaluation: tuple[int, int]
     """Step, and how many before it at this step; (-1, 0) for none since the last landmark."""
     planned: Planned | None = None
@@ -81,11 +81,16 @@ def line_of(
     return line
 
 
-def read_past(directory: Path, run_id: str, limits: Limits) -> DecisionLog | None:
+def read_past(
+    directory: Path, run_id: str, limits: Limits, record: str = "metrics.jsonl"
+) -> DecisionLog | None:
     """None if the journal has nothing of this run. Its torn last line must be gone already.
-    WrongInput if it is not as this run's controllers write it."""
+    WrongInput if it is not as this run's controllers write it.
+
+    record: the file of the engine's steps.
+    """
     try:
-        return _read_past(directory, run_id, limits)
+        return _read_past(directory, run_id, limits, record)
     except OSError:
         raise
     except Exception as error:  # a decision takes the types of its event's fields for granted
@@ -93,7 +98,7 @@ def read_past(directory: Path, run_id: str, limits: Limits) -> DecisionLog | Non
         raise WrongInput(f"{directory / 'journal.jsonl'} {what}") from error
 
 
-def _read_past(directory: Path, run_id: str, limits: Limits) -> DecisionLog | None:
+def _read_past(directory: Path, run_id: str, limits: Limits, record: str) -> DecisionLog | None:
     tail: list[dict[str, Any]] = []
     for _, raw in lines_backwards(directory / "journal.jsonl"):
         tail.append(json.loads(raw))
@@ -116,7 +121,7 @@ def _read_past(directory: Path, run_id: str, limits: Limits) -> DecisionLog | No
         so_far = account(so_far, entry.event, before, decision)
     lost_steps = head["lost_steps"] + sum(line.get("rolled_back", 0) for line in lines)
     metrics: dict[str, Any] = {}
-    for _, raw in lines_backwards(directory / "metrics.jsonl"):
+    for _, raw in lines_backwards(directory / record):
         metrics = json.loads(raw)
         break
     said = [line["evaluation"] for line in lines if "evaluation" in line]

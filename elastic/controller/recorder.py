@@ -24,8 +24,8 @@ from elastic.observe.anatomy import SharesByStep
 from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
-from elastic.protocol.messages.to_controller import Planned, ScriptLevel
-from elastic.protocol.step_record import StepRecord
+from elastic.protocol.messages.to_controller import Planned, ScriptLevel, ScriptSteps
+from elastic.protocol.step_record import OF_OPTIMIZER, StepRecord
 from elastic.store.before import Before, look_at
 from elastic.store.catalogue import Damage
 from elastic.store.files import (
@@ -35,9 +35,11 @@ from elastic.store.files import (
     reach_folder,
     read_json,
     sees_probe,
+    write_json,
 )
 from elastic.store.remote import AWAY_PAUSES_S, StoreAway, patiently, shown_uri
-from elastic.store.run_directory import OF_OPTIMIZER, RunDirectory, without
+from elastic.store.run_directory import RunDirectory, without
+from elastic.store.script_directory import ScriptDirectory
 
 T = TypeVar("T")
 LEDGER_EVERY = 1000
@@ -161,7 +163,7 @@ class Recorder:
             )
         storage, name, launch = self.order["storage"], self.order["name"], self.order["run_id"]
         before = self._ask(lambda: look_at(reach_folder(storage).at(name)))
-        directory = self._ask(lambda: RunDirectory(storage, name, launch=launch))
+        directory = self._ask(lambda: self._kind(storage, name, launch=launch))
         self._before = before
         self._ask(functools.partial(directory.begin, self.order["content"]))
         return directory
@@ -188,12 +190,16 @@ class Recorder:
         storage, name = self.order["storage"], self.order["name"]
         if read_json(open_folder(storage).at(name), "config.json") is None:
             return None
-        directory = RunDirectory(storage, name, launch=self.order["run_id"])
-        past = read_past(directory.directory, self.order["run_id"], self.limits)
+        directory = self._kind(storage, name, launch=self.order["run_id"])
+        past = read_past(directory.directory, self.order["run_id"], self.limits, directory.RECORD)
         if past is None:
             directory.close()
             return None
         return directory, past
+
+    @property
+    def _kind(self) -> type[RunDirectory]:
+        return RunDirectory if self.level is None else ScriptDirectory
 
     def _storage_failed(self, cause: str) -> None:
         if self._closing.is_set():
@@ -246,8 +252,14 @@ class Recorder:
         self._journal({"at": self._now(), kind: fields})
 
     def record_planned(self, said: Planned) -> None:
-        self.planned = said
+        """Also in config.json, what each block costs."""
+        before, self.planned = self.planned, said
         self.note("planned", encode(said))
+        costs = dict(zip(said.blocks, said.costs, strict=True))
+        is_known = before is not None and (before.blocks, before.costs) == (said.blocks, said.costs)
+        if costs and self.directory is not None and not is_known:
+            content = {**self.order["content"], "block_costs": costs}
+            self.writer.write(write_config, self.directory, content)
 
     def record_level(self, said: ScriptLevel) -> None:
         self.level = said
@@ -294,7 +306,18 @@ class Recorder:
         try:
             directory.record_step(metrics, samples)
         finally:
-            self._draw(directory, metrics)
+            if not isinstance(directory, ScriptDirectory):
+                self._draw(directory, metrics)
+
+    def record_applied(self, said: ScriptSteps) -> None:
+        """Steps of a script's optimizers."""
+        if isinstance(self.directory, ScriptDirectory):
+            self.writer.write_soon(self._record_applied, self.directory, said)
+
+    def _record_applied(self, directory: ScriptDirectory, said: ScriptSteps) -> None:
+        """In the writer's thread."""
+        for step in directory.record_applied(said.call, said.base, said.steps):
+            self._draw(directory, step.to_line())
 
     def record_anatomy(self, worker: int, rows: tuple[dict[str, Any], ...]) -> None:
         """Where the time of some steps went, on one worker."""
@@ -374,6 +397,12 @@ class Recorder:
         """In the writer's thread."""
         assert self.directory is not None
         self.directory.append_journal({"at": self._now(), "checkpoint": fields})
+
+
+def write_config(directory: RunDirectory, content: dict[str, Any]) -> None:
+    """Anew, unless another launch writes the run by now."""
+    if not directory.taken_by:
+        write_json(directory.folder, "config.json", content)
 
 
 def level_at_start(content: dict[str, Any]) -> ScriptLevel | None:

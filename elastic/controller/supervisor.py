@@ -40,7 +40,13 @@ from elastic.on_ray.placement.waiting import (
     watch_waiting,
 )
 from elastic.protocol.membership import worker_name
-from elastic.protocol.messages.to_controller import Planned, ScriptLevel, ScriptMove
+from elastic.protocol.messages.to_controller import (
+    OfScript,
+    Planned,
+    ScriptLevel,
+    ScriptMove,
+    ScriptSteps,
+)
 from elastic.protocol.messages.to_worker import SaveConcluded
 from elastic.protocol.timeouts import UNLIMITED_S, timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
@@ -302,9 +308,9 @@ class Supervisor:
         self.record.note("unprotected", fields)
         self._status_due.set()
 
-    def on_planned(self, said: Planned | ScriptLevel | ScriptMove) -> None:
-        """How the members of a generation share the model; at which level their script runs, and
-        where it is."""
+    def on_planned(self, said: Planned | OfScript) -> None:
+        """How the members of a generation share the model; at which level their script runs, where
+        it is, and its steps."""
         match said:
             case Planned():
                 for warning in said.warnings:
@@ -314,6 +320,9 @@ class Supervisor:
                 self.record.record_level(said)
             case ScriptMove():
                 self.roll_call.hear(said)
+            case ScriptSteps():
+                self.record.record_applied(said)
+                return
         self._status_due.set()
 
     def _fail(self, why: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from elastic.data.plan import Plan
-from elastic.data.stream import Place, Stream, WindowKey
+from elastic.data.stream import Span, Stream, WindowKey
 
 RESERVE = 1 / 8
 """Of the budget, for the store's own losses; or the largest window, if that is more: a worker may
@@ -70,7 +70,7 @@ class Ahead:
         for key in self.stream.follow(oldest):
             if len(self.running) >= self.plan.source.max_reads:
                 break
-            if isinstance(last, Place) and key > last.key:
+            if isinstance(last, Span) and key > last.key:
                 break
             if key in self.held or key in self.running or key < needed:
                 continue

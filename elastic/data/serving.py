@@ -12,7 +12,7 @@ from typing import Any
 from elastic.data.ahead import Ahead
 from elastic.data.reading import Skipped
 from elastic.data.record import NAME, FeedRecord
-from elastic.data.stream import Place, Stream, WindowKey
+from elastic.data.stream import Span, Stream, WindowKey
 from elastic.protocol.errors import BadData
 
 RECORD_WAIT_S, RECORD_RETRY_S = 60.0, 1.0
@@ -56,7 +56,7 @@ class Server:
         self._rows: dict[WindowKey, Any] = {}
         self._front: tuple[WindowKey, WindowKey] | None = None
 
-    async def window_at(self, element: int, committed: int) -> tuple[Place, Any]:
+    async def window_at(self, element: int, committed: int) -> tuple[Span, Any]:
         """The window that holds an element of the stream, and its rows; read first if need be.
 
         committed: elements before it will not be asked for again, unless the run goes back.
@@ -68,13 +68,13 @@ class Server:
             behind = stream.find(min(element, committed))
             self._front = (_key(behind), _key(found))
             self._take_turn(*self._front)
-            if isinstance(found, Place) and found.key in self._rows:
+            if isinstance(found, Span) and found.key in self._rows:
                 rows = self._rows[found.key]
                 await self._settle()
                 return found, rows
             read = await asyncio.shield(self._reads[_key(found)])
             again = stream.find(element)
-            if isinstance(again, Place) and again.key == _key(found):  # even if it had to go since
+            if isinstance(again, Span) and again.key == _key(found):  # even if it had to go since
                 await self._settle()
                 return again, read.rows
 
@@ -130,5 +130,5 @@ class Server:
         return read
 
 
-def _key(found: Place | WindowKey) -> WindowKey:
+def _key(found: Span | WindowKey) -> WindowKey:
     return found if isinstance(found, WindowKey) else found.key

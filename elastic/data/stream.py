@@ -21,7 +21,7 @@ class WindowKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Span:
     """A window and its elements' positions in the stream."""
 
     key: WindowKey
@@ -49,7 +49,7 @@ class Stream:
                 "whenever it sees the same unit (draw from numpy, torch or random, seeded here)",
             )
 
-    def find(self, element: int) -> Place | WindowKey:
+    def find(self, element: int) -> Span | WindowKey:
         """The window that holds an element; or the key of the first window that has to be read to
         know. BadData if an epoch gives nothing.
         """
@@ -73,7 +73,7 @@ class Stream:
                 yield WindowKey(epoch, index)
             epoch, window = epoch + 1, 0
 
-    def _in_epoch(self, epoch: int, first: int, element: int) -> Place | WindowKey | None:
+    def _in_epoch(self, epoch: int, first: int, element: int) -> Span | WindowKey | None:
         """Of `find`, for an epoch whose first element is known; None if it is past its end."""
         windows = self._plan.windows(epoch)
         firsts = self._firsts.setdefault(epoch, [first])
@@ -87,7 +87,7 @@ class Stream:
                 return key
             firsts.append(firsts[-1] + count)
         window = bisect_right(firsts, element) - 1
-        return Place(WindowKey(epoch, window), firsts[window], firsts[window + 1] - firsts[window])
+        return Span(WindowKey(epoch, window), firsts[window], firsts[window + 1] - firsts[window])
 
     def _count_of(self, key: WindowKey) -> int | None:
         if self._plan.source.has_planned_counts:

@@ -18,7 +18,7 @@ from elastic.observe.series import Floats, np, seconds_in, thinned
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.reports import CAUSES
-from elastic.store.run_directory import OF_OPTIMIZER
+from elastic.protocol.step_record import OF_OPTIMIZER
 
 MISSING = (
     "the page is drawn with bokeh, which is not installed: "

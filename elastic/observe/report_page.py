@@ -21,7 +21,8 @@ from elastic.observe.charts import PHASES, Drawn
 from elastic.observe.colors import BUCKETS
 from elastic.observe.run_record import RunRecord, as_list, number
 from elastic.protocol.membership import counted, worker_name
-from elastic.store.run_directory import OF_OPTIMIZER, as_dict
+from elastic.protocol.step_record import OF_OPTIMIZER
+from elastic.store.run_directory import as_dict
 
 MARK = '<meta name="generator" content="elastic report">'
 """By it we know a page of ours, which may be written anew."""
@@ -164,7 +165,7 @@ def curves(record: RunRecord, drawn: Drawn) -> str:
     names |= {f"user{i}": name for i, name in enumerate(steps.user)}
     parts = [titled(drawn, key, name) for key, name in names.items()]
     num_infinite = int((~_finite(steps.columns["loss"])).sum())
-    if num_infinite:
+    if num_infinite and "level" not in record.status:  # a script keeps its loss to itself
         parts.append(f"<p>{num_infinite} of {steps.count} steps have no finite loss.</p>")
     if steps.num_unshown:
         parts.append(f"<p>{steps.num_unshown} more names of scalars are not drawn.</p>")

@@ -20,9 +20,10 @@ from elastic.observe.anatomy import PARTS
 from elastic.observe.series import Floats, np
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import WrongInput, in_words
+from elastic.protocol.step_record import OF_OPTIMIZER
 from elastic.store.files import Folder, read_json
 from elastic.store.journal import as_object, joined
-from elastic.store.run_directory import OF_OPTIMIZER, ROLLED_BACK, as_dict
+from elastic.store.run_directory import ROLLED_BACK, as_dict
 
 MOST_SCALARS = 24
 """Of the user's own: as many curves can be looked at."""

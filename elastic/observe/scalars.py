@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.store.run_directory import OF_OPTIMIZER
+from elastic.protocol.step_record import OF_OPTIMIZER
 
 SCALARS = ("loss", *OF_OPTIMIZER, "step_s", "world_size", "generation", "samples")
 RATE = "samples_per_s"

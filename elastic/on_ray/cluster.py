@@ -21,7 +21,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from elastic.control import commands as c
 from elastic.control import events as e
 from elastic.control.detection.hang import STOPPED, watch
-from elastic.control.detection.patience import Place
+from elastic.control.detection.patience import PhaseOfStep
 from elastic.control.translation import Eventful, event_of, interruption
 from elastic.on_ray.background import Background
 from elastic.on_ray.backup.servers import BackupServers
@@ -333,7 +333,7 @@ class RayCluster:
         cause: str,
         why: str = "",
         last_seen: float | None = None,
-        slow_in: Place | None = None,
+        slow_in: PhaseOfStep | None = None,
     ) -> None:
         record = self.workers.pop(worker, None)
         if record is None:
@@ -410,7 +410,7 @@ class RayCluster:
                 self.host.record.record_anatomy(worker, rows)
             case r.Held():
                 self.progress.commits.hear_held(report)
-            case r.Planned() | r.ScriptLevel() | r.ScriptMove():
+            case r.Planned() | r.ScriptLevel() | r.ScriptMove() | r.ScriptSteps():
                 self.host.on_planned(report)
             case r.Protected():
                 self.protection.hear(worker, report)

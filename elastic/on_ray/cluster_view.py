@@ -12,11 +12,11 @@ from ray.actor import ActorHandle
 
 from elastic.control import events as e
 from elastic.control.commands import Discard, Publish
-from elastic.control.detection.patience import Costly, Place
+from elastic.control.detection.patience import Costly, PhaseOfStep
 from elastic.on_ray.backup.servers import BackupServers
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.slots import Slot
-from elastic.protocol.messages.to_controller import PartSaved, Planned, ScriptLevel, ScriptMove
+from elastic.protocol.messages.to_controller import OfScript, PartSaved, Planned
 from elastic.protocol.step_record import StepRecord
 from elastic.store.catalogue import Damage
 
@@ -69,7 +69,7 @@ class Host(Protocol):
 
     def on_unprotected(self, fields: dict[str, Any]) -> None: ...
 
-    def on_planned(self, said: Planned | ScriptLevel | ScriptMove) -> None: ...
+    def on_planned(self, said: Planned | OfScript) -> None: ...
 
     def costly(self) -> tuple[Costly, ...]: ...
 
@@ -100,7 +100,7 @@ class ClusterView(Protocol):
         cause: str,
         why: str = "",
         last_seen: float | None = None,
-        slow_in: Place | None = None,
+        slow_in: PhaseOfStep | None = None,
     ) -> None: ...
 
     def user_failed(self, worker: int, fallback: str) -> None: ...

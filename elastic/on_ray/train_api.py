@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -61,6 +62,16 @@ class Context(LocalTrainContext):
         if is_script and self._call.course is not None:
             self._call.course.hear_rank_asked()
         return self._call.rank
+
+    def get_world_size(self) -> int:
+        """Ray's `prepare_model` makes no DistributedDataParallel for a lone rank. For one that may
+        get company it is told of it: what is kept of the model has the same names then."""
+        size: int = super().get_world_size()
+        frame = inspect.currentframe()
+        asks = frame.f_back if frame else None
+        if size == 1 and self._call.most_ranks > 1 and asks is not None and prepares_ddp(asks):
+            return self._call.most_ranks
+        return size
 
     def get_storage(self) -> StorageContext:
         return StorageContext(
@@ -176,6 +187,13 @@ class CallUtils(train_fn_utils.TrainFnUtils):
         return Checkpoint(folder.path, folder.filesystem)
 
 
+def prepares_ddp(frame: FrameType) -> bool:
+    """Whether it is Ray's `prepare_model`, asked for DistributedDataParallel."""
+    is_rays = (frame.f_globals.get("__name__") or "").startswith("ray.train.")
+    named = frame.f_locals.get("parallel_strategy")
+    return is_rays and frame.f_code.co_name == "prepare_model" and named == "ddp"
+
+
 def refuse_report(mode: CheckpointUploadMode, others: dict[str, Any]) -> None:
     """ValueError for what is not supported."""
     if mode is CheckpointUploadMode.NO_UPLOAD:
@@ -202,6 +220,8 @@ def answering(call: "Call", datasets: "Datasets | None" = None) -> Generator[Non
     from ray.train.torch import train_loop_utils as loaders
     from ray.train.v2.torch import train_loop_utils
 
+    from workers.scripts.in_place.loader import deliver
+
     loader: Any = cast(Any, loaders)._WrappedDataLoader
     functions: Any = train_loop_utils
     rays_devices = functions.get_devices_distributed
@@ -215,7 +235,7 @@ def answering(call: "Call", datasets: "Datasets | None" = None) -> Generator[Non
     def checked(self: Any) -> Any:
         call.check()
         batch = next_batch(self)
-        call.deliver(self.dataloader_iter)
+        deliver(self.dataloader_iter)
         return batch
 
     train_fn_utils.set_train_fn_utils(CallUtils(call, datasets))

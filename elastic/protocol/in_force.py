@@ -34,6 +34,8 @@ Lasting: TypeAlias = r.Protected | r.UserFailed | r.WrongInput | r.ScriptLevel
 PLACES, IN_PLACE = get_args(Place), get_args(InPlace)
 MAX_CONCLUDED = 16
 """Saves whose end a worker may still wait to hear of."""
+MAX_SCRIPT_STEPS = 64
+"""Messages of a script's steps, some each second: nobody says which of them are on record."""
 
 
 class CommandsInForce:
@@ -77,10 +79,16 @@ class ReportsInForce:
         self._generation = 0
         self._of_generation: list[OfGeneration] = []
         self._lasting: list[Lasting] = []
+        self._script_steps: deque[r.ScriptSteps] = deque(maxlen=MAX_SCRIPT_STEPS)
+        """Of the newest call of the script."""
 
     def say(self, report: r.Report) -> None:
         if isinstance(report, Lasting):
             self._lasting = [s for s in self._lasting if type(s) is not type(report)] + [report]
+        elif isinstance(report, r.ScriptSteps):
+            if self._script_steps and self._script_steps[-1].call != report.call:
+                self._script_steps.clear()
+            self._script_steps.append(report)
         elif isinstance(report, OfGeneration) and report.generation:
             if report.generation > self._generation:
                 self._generation = report.generation
@@ -97,7 +105,7 @@ class ReportsInForce:
 
     def again_after(self, unsent: Iterable[r.Report]) -> deque[r.Report]:
         """All that is to be said over another connection."""
-        in_force = (*self._of_generation, *self._lasting)
+        in_force = (*self._of_generation, *self._lasting, *self._script_steps)
         return deque((*(s for s in unsent if s not in in_force), *in_force))
 
 

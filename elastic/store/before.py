@@ -12,7 +12,10 @@ from elastic.store.journal import numbered
 
 REWRITTEN = ("config.json", "status.json", "result.json")
 """What a run replaces when it begins."""
-ADDED = ("journal.jsonl", "metrics.jsonl", "samples.jsonl", "anatomy.jsonl", "data.json")
+ADDED = (
+    *("journal.jsonl", "metrics.jsonl", "commits.jsonl", "samples.jsonl", "anatomy.jsonl"),
+    "data.json",
+)
 """Files that a run makes if they are not there, or segments of them."""
 LOGS = "logs"
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.step_record import METRICS_FIELDS, MORE_METRICS
 from elastic.store.before import Before
 from elastic.store.catalogue import folder_name
 from elastic.store.claim import Claim
@@ -39,6 +40,7 @@ from elastic.store.step_lines import end_of_step, end_without_moved, last_step
 UPLOAD_EVERY_S = 5.0
 REMOTE_STATUS_EVERY_S = 10.0
 ROLLED_BACK = "metrics.rolledback.jsonl"
+OF_STEPS = ("metrics.", "commits.")
 LOCK = ".lock"
 """Held by the process that writes the run."""
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -65,10 +67,6 @@ ACCOUNT_KINDS: Kinds = {
 """Of the account in status.json; its recoveries are the last ones."""
 SCRIPT_KINDS: Kinds = {"level": int, "level_reason": str}
 """Of a script's run, in status and result; of an earlier version it has neither."""
-METRICS_FIELDS = frozenset(
-    ["step", "time", "loss", "generation", "world_size", "samples", "step_s", "applied", "user"]
-)
-OF_OPTIMIZER = ("learning_rate", "gradient_norm")  # scripts have their own
 SAMPLES_FIELDS = frozenset(["step", "first", "count", "sha256"])
 RESULT_KINDS: Kinds = {
     "outcome": str,
@@ -93,6 +91,9 @@ class RunDirectory:
 
     Where storage cannot append, the files grow in a local spool and a thread brings them over.
     """
+
+    RECORD, MOVED = "metrics.jsonl", ROLLED_BACK
+    """Lines of the engine's steps, and those that were moved aside."""
 
     def __init__(
         self, storage: str | Folder, name: str, *, spool: Path | None = None, launch: str = ""
@@ -135,11 +136,11 @@ class RunDirectory:
         """Why the last upload failed; empty after one that did not."""
         self._closed = threading.Event()
         self._journal = self._open("journal.jsonl")
-        self._metrics = self._open("metrics.jsonl")
+        self._metrics = self._open(self.RECORD)
         self._samples = self._open("samples.jsonl")
         self._anatomy = self._open("anatomy.jsonl")
-        has_rolled_back = self.folder.exists(ROLLED_BACK) or segments(self.folder, ROLLED_BACK)
-        self._rolled_back = self._open(ROLLED_BACK) if has_rolled_back else None
+        has_rolled_back = self.folder.exists(self.MOVED) or segments(self.folder, self.MOVED)
+        self._rolled_back = self._open(self.MOVED) if has_rolled_back else None
         self._owed: deque[Callable[[], object]] = deque()
         """What a disk did not take, in order: a roll back, and whatever came after it."""
         self.last_step = self._repair()
@@ -214,7 +215,7 @@ class RunDirectory:
 
     def record_step(self, metrics: dict[str, Any], samples: dict[str, Any]) -> bool:
         """Put one committed step on record. False: it is there already, said twice."""
-        check_fields("metrics", without(metrics, ("bubble", *OF_OPTIMIZER)), METRICS_FIELDS)
+        check_fields("metrics", without(metrics, MORE_METRICS), METRICS_FIELDS)
         check_fields("samples", samples, SAMPLES_FIELDS)
         step: int = metrics["step"]
         assert samples["step"] == step, f"metrics of step {step}, samples of {samples['step']}"
@@ -287,7 +288,7 @@ class RunDirectory:
             file.seek(end_of_step(self._metrics.path, step))
             later = file.read()
         if self._rolled_back is None:
-            self._rolled_back = LineFile(self.directory / ROLLED_BACK, self._remote, is_new=True)
+            self._rolled_back = LineFile(self.directory / self.MOVED, self._remote, is_new=True)
         self._rolled_back.keep(later)
 
     def _drop_later(self, step: int) -> None:
@@ -405,9 +406,8 @@ class RunDirectory:
                 self.flush(with_status=is_due)
                 self.upload_error = ""
             except OSError as error:  # on_storage_error="warn": the next round tries again
-                self.upload_error = first_line(error)
-                place = shown_uri(self.place)
-                log.warning('storage=%s upload failed, reason="%s"', place, first_line(error))
+                self.upload_error, place = first_line(error), shown_uri(self.place)
+                log.warning('storage=%s upload failed, reason="%s"', place, self.upload_error)
 
     def _bring_logs(self, remote: Folder) -> None:
         remote.create()
@@ -418,10 +418,8 @@ class RunDirectory:
 def has_trained(folder: Folder) -> bool:
     """Whether a run has left steps or checkpoints of its own: one of step 0 is imported."""
     names = folder.at("checkpoints").folders()
-    sizes = folder.sizes()
-    return any(name != folder_name(0) for name in names) or any(
-        size for name, size in sizes.items() if name.startswith("metrics.")
-    )
+    sizes = [size for name, size in folder.sizes().items() if name.startswith(OF_STEPS)]
+    return any(sizes) or any(name != folder_name(0) for name in names)
 
 
 def create(folder: Folder, place: str) -> None:

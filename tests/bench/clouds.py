@@ -24,7 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
-from tests.bench.harness import console, machine, record, storage_directory
+from tests.bench.harness import REPOSITORY, console, machine, record, storage_directory
+from tests.bench.harness import environment as bench_environment
 from tests.cluster.fake_cloud import FakeCloud
 from tests.cluster.fork_server import ADDRESS, ForkServer
 from tests.cluster.hosts import Hosts, sh
@@ -153,7 +154,8 @@ def wish(times: int, folder: Path) -> Row:
 
 
 def autoscaler(times: int, folder: Path) -> Row:
-    first, full, gone, hashes, lost = *(list[float]() for _ in range(3)), list[str](), 0
+    first, full, gone, theirs = (list[float]() for _ in range(4))
+    hashes, lost = list[str](), 0
     with cloud() as found:
         for number in range(times):
             begun = time.monotonic()
@@ -167,15 +169,32 @@ def autoscaler(times: int, folder: Path) -> Row:
                 full.append(time.monotonic() - begun)
                 result = run.finish()["result"]
             gone.append(found.wait_until_empty(PATIENCE_S))
+            theirs.append(ray_train_s(found.address))
+            found.wait_until_empty(PATIENCE_S)
             hashes.append(result["weights_sha256"])
             lost += result["lost_steps"]
     return {
         "submit to first step": seconds(first),
         "to three workers": seconds(full),
+        "Ray Train with three": seconds(theirs),
         "no node left after the end": seconds(gone),
         "lost steps": str(lost),
         "equal hashes": said_of(hashes, hash_of(STEPS, folder)),
     }
+
+
+def ray_train_s(address: str) -> float:
+    """From the process's start to the first step, on the same cluster."""
+    command = [sys.executable, "-m", "tests.bench.ray_train", "--workers", "3", "--steps", "5"]
+    begun = time.time()
+    done = subprocess.run(
+        [*command, "--address", address],
+        **{"capture_output": True, "text": True, "check": True},
+        env=bench_environment(),
+        cwd=REPOSITORY,
+        timeout=2 * PATIENCE_S,
+    )
+    return json.loads(done.stdout.splitlines()[-1])["first_step_at"] - begun
 
 
 # --- nothing there --------------------------------------------------------------------

@@ -208,7 +208,7 @@ def cost_of_a_loss() -> dict[str, str]:
     def step() -> None:
         stage.begin_step()
         for _ in range(num_microbatches):
-            stage.begin(lambda like: [arrived])
+            stage.begin(lambda like: [arrived], lambda sent: None)
             workload.loss(model, batch)
             stage.end()
 
@@ -260,7 +260,7 @@ def main() -> int:
     results: dict[str, str] = {}
     for name in arguments.only.split(","):
         results |= parts[name]()
-    report("Pipelines, median of pairs", list(results), [list(results.values())])
+    report("Pipelines, median of pairs", ["measure", "result"], [list(r) for r in results.items()])
     record("pipeline", about=about, setting=f"{arguments.pairs} pairs", results=results)
     return 0
 

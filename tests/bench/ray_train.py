@@ -122,18 +122,19 @@ def measure(
     steps: int,
     kill_at: int,
     is_elastic: bool = False,
+    address: str | None = None,
 ) -> dict[str, Any]:
-    """One fit() of Ray Train's with `loop`, in this process; kill_at: 0 kills nobody."""
+    """One fit() of Ray Train's with `loop`, in this process; kill_at: 0 kills nobody. address: of
+    a cluster; None: Ray is started here."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     scratch = Path(tempfile.mkdtemp(prefix="rt-"))
+    own = {"num_cpus": workers + 2, "include_dashboard": False, "_temp_dir": str(scratch / "r")}
     ray.init(
-        num_cpus=workers + 2,
-        include_dashboard=False,
+        **({"address": address} if address else own),
         log_to_driver=False,
-        _temp_dir=str(scratch / "r"),
         runtime_env={"env_vars": {**TUNED, "PYTHONPATH": str(REPOSITORY)}},
     )
     killed: dict[str, float] = {}
@@ -188,6 +189,7 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int, default=0, help="0: kill nobody")
     parser.add_argument("--elastic", action="store_true", help="(2, workers) instead of fixed")
     parser.add_argument("--set", action="append", default=[], help="another RAY_TRAIN_* NAME=VALUE")
+    parser.add_argument("--address", help="of a cluster; left out: Ray is started here")
     arguments = parser.parse_args()
     TUNED.update(item.split("=", 1) for item in arguments.set)
     os.environ.update(TUNED)
@@ -197,6 +199,7 @@ def main() -> None:
         steps=arguments.steps,
         kill_at=arguments.kill_at,
         is_elastic=arguments.elastic,
+        address=arguments.address,
     )
     print(json.dumps(found), flush=True)
 

@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-ROWS, COLUMNS = 60, 200
+ROWS, COLUMNS = 60, 2000
+"""So wide that no line is folded."""
 CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-KST]")
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 READ_BYTES = 1 << 16

@@ -52,6 +52,11 @@ def test_a_script_of_ray_train_goes_on_after_a_loss(shared_head, ray_temp, tmp_p
     assert all(torch.equal(torch.as_tensor(first[k]), torch.as_tensor(second[k])) for k in first)
     told = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (told["level"], told["level_reason"]) == (1, "")
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    num_steps = counting.SAMPLES // counting.BATCH // 3 * counting.EPOCHS
+    assert [line["step"] for line in lines] == list(range(1, num_steps + 1))
+    assert {line["world_size"] for line in lines} == {2, 3}
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
     shared_head.assert_empty()
 
 

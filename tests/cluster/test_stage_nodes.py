@@ -19,7 +19,7 @@ def test_nodes_grow_and_drain_without_a_trace(nodes, tmp_path, ray_temp, referen
     for _ in range(2):
         nodes.add_node(**NODE)
     options = {"steps": STEPS, "parallel": parallel, "workers": "2..5", "set": ["sleep=0.05"]}
-    options |= {"address": nodes.address, "max_failures": 0}
+    options |= {"address": nodes.address, "max_failures": 0, "detect_s": 10.0}
     with LiveRun(f"{JOBS / 'staged.py'}:Layers", tmp_path, "run", ray_temp, **options) as run:
 
         def wait_for_world(world_size: int) -> dict:

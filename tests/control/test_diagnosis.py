@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.control.detection.hang import Watch, watch
-from elastic.control.detection.patience import Costly, Place
+from elastic.control.detection.patience import Costly, PhaseOfStep
 from elastic.control.events import CollectiveFailed
 from elastic.on_ray.detection.diagnosis import Diagnosis
 from elastic.on_ray.slots import Slot
@@ -112,7 +112,7 @@ def test_everybodys_stacks_are_saved_before_the_suspect_is_lost():
             "stacks-g4-w1.txt": stood(1, "6.0 s in compute of step 10", "stacks of 1"),
             "stacks-g4-w2.txt": stood(2, "5.0 s in reduce of step 10", "stacks of 2"),
         },
-        (1, "hung", f"{WHY}; stacks in logs/stacks-g4-*.txt", 14.0, Place(9, "compute")),
+        (1, "hung", f"{WHY}; stacks in logs/stacks-g4-*.txt", 14.0, PhaseOfStep(9, "compute")),
     ]
 
 
@@ -134,12 +134,12 @@ def test_a_suspects_stage_is_told_with_it():
     cluster = Cluster(HUNG, WAITS, answering=(1, 2))
     cluster.stages = {1: "; it has stage 1 of pipeline 0, blocks 3 to 5"}
     why = f"{WHY}; it has stage 1 of pipeline 0, blocks 3 to 5; stacks in logs/stacks-g4-*.txt"
-    assert cluster.look()[1] == (1, "hung", why, 14.0, Place(9, "compute"))
+    assert cluster.look()[1] == (1, "hung", why, 14.0, PhaseOfStep(9, "compute"))
 
 
 def test_who_is_slow_where_its_predecessor_was_ended_is_told_of_once_and_waited_for():
     cluster = Cluster(HUNG, WAITS, answering=(1, 2))
-    cluster.places = (Costly(Place(9, "compute"), NumberSet.of((0,))),)
+    cluster.places = (Costly(PhaseOfStep(9, "compute"), NumberSet.of((0,))),)
     told = {"step": 9, "phase": "compute", "worker": "w1", "lost": ["w0"], "patience_s": 300.0}
     assert cluster.look() == [{**told, "why": WHY}]
 

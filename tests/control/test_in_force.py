@@ -71,6 +71,16 @@ def test_what_waits_to_be_said_comes_before_what_is_in_force_and_once():
     assert list(in_force.again_after([r.Done(1, 0, 5), waits])) == [waits, r.Done(1, 0, 5), fails]
 
 
+def test_the_newest_steps_of_the_newest_call_of_a_script_are_said_again():
+    in_force = ReportsInForce()
+    said = [r.ScriptSteps(1, step, ()) for step in range(70)]
+    for report in said:
+        in_force.say(report)
+    assert list(in_force.again_after(said[-2:])) == said[-64:]
+    in_force.say(r.ScriptSteps(4, 9, ()))
+    assert list(in_force.again_after(())) == [r.ScriptSteps(4, 9, ())]
+
+
 def test_that_a_member_cannot_get_its_state_is_of_its_generation():
     in_force = ReportsInForce()
     in_force.say(r.SyncFailed("the source is gone"))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from elastic.control.detection.patience import Costly, PhaseOfStep
 from elastic.control.events import Adopted, WorkerStarted
 from elastic.control.replay import JOURNAL_TYPES
 from elastic.control.standing import Standing
@@ -21,6 +22,12 @@ LEDGER = Ledger(
 def test_a_worker_that_had_started_was_ready():
     ready = {"type": "WorkerReady", "worker": 2, "at": 1.5}
     assert decode(ready, JOURNAL_TYPES) == WorkerStarted(2, 1.5)
+
+
+def test_the_phase_of_a_step_was_a_place():
+    costly = Costly(PhaseOfStep(40, "data"), NumberSet.of([1]))
+    old = {"type": "Place", "step": 40, "phase": "data"}
+    assert decode({**encode(costly), "place": old}, JOURNAL_TYPES) == costly
 
 
 def test_a_standby_was_ready_and_who_waited_with_the_state_a_holder():

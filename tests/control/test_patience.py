@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from elastic.control.commands import Abort, Form
 from elastic.control.detection.hang import Watch, slow_in, suspects, watch
-from elastic.control.detection.patience import Costly, Place
+from elastic.control.detection.patience import Costly, PhaseOfStep
 from elastic.control.events import Adopted, Committed, Suspended, WorkerLost
 from elastic.control.replay import JOURNAL_TYPES
 from elastic.control.standing import Standing
@@ -25,7 +25,7 @@ LIMITS = Limits(
     end_timeout_s=300.0,
 )
 ABC = Membership(7, (0, 1, 2))
-DATA = Place(40, "data")
+DATA = PhaseOfStep(40, "data")
 COSTLY = (Costly(DATA, NumberSet.of((0,))),)
 LEDGER = Ledger(generation=7, step=40, next_worker=3)
 SLOW = Heartbeat(1, 8, 40, "data", 6.0, 0.1, False, "S")
@@ -33,7 +33,7 @@ WAITS = replace(SLOW, worker=2, phase="reduce", phase_s=5.9, waits_for_peers=Tru
 WHY = "others have waited for it for 5.9 s; 6.0 s in data of step 41 (usually under 0.10 s)"
 
 
-def taken(worker: int, at: float, place: Place | None = DATA) -> WorkerLost:
+def taken(worker: int, at: float, place: PhaseOfStep | None = DATA) -> WorkerLost:
     return WorkerLost(worker, "hung", at - 4.0, at, "too long", place)
 
 
@@ -83,7 +83,7 @@ def test_a_place_that_cost_a_life_is_remembered_and_told_until_its_step_is_commi
     assert again.ledger.losses.costly == (Costly(DATA, NumberSet.of((0, 1))),)
     assert "data of step 41 took the life of w0 w1: the next one" in again.reason
     compute = transition(
-        again.ledger, Running(ABC), taken(2, 320.0, Place(40, "compute")), LIMITS
+        again.ledger, Running(ABC), taken(2, 320.0, PhaseOfStep(40, "compute")), LIMITS
     ).ledger
     assert [str(c.place) for c in compute.losses.costly] == [
         "data of step 41",

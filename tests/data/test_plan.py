@@ -18,7 +18,7 @@ from elastic.data.footers import make_plan
 from elastic.data.permutation import permutation
 from elastic.data.plan import differences
 from elastic.data.reading import read_window
-from elastic.data.stream import Place, Stream, WindowKey
+from elastic.data.stream import Span, Stream, WindowKey
 from elastic.protocol.errors import BadData, WrongInput
 from workers.data.parquet_batches import columns_of
 
@@ -79,7 +79,7 @@ def test_the_stream_finds_any_element_from_the_footers_alone(folder, batch):
     order = [row for epoch in range(3) for row in epoch_rows(plan, epoch)[0]]
     for element in random.Random(1).sample(range(len(order)), 50):
         place = Stream(plan).find(element)
-        assert isinstance(place, Place)
+        assert isinstance(place, Span)
         rows, _ = read_window(plan, place.key.epoch, place.key.window)
         assert rows.count == place.count
         assert rows.table["x"][element - place.first].as_py() == order[element]

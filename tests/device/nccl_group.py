@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed import DistBackendError, Store
+from torch.distributed import DistBackendError
 
 from tests.device.device import SIM
 
@@ -47,7 +47,7 @@ class SimulatedNccl:
     """One rank's communicator."""
 
     def __init__(
-        self, connect: Callable[[], Store], rank: int, size: int, *, device: torch.device
+        self, connect: Callable[[], Any], rank: int, size: int, *, device: torch.device
     ) -> None:
         """connect: gives a connection of its own to the store over which the ranks meet; its `get`
         waits for a moment at least. Forming begins with `eager_connect_single_device`."""

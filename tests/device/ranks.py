@@ -19,7 +19,7 @@ from tests.device.nccl_group import SimulatedNccl
 from workers.distributed import gloo
 from workers.distributed.backends import with_control
 from workers.distributed.nccl import formed
-from workers.distributed.process_group import Alone, Formation, Group, Place
+from workers.distributed.process_group import Alone, Formation, Group, GroupSpec
 
 DEADLINE_S = 60.0
 HOST = "127.0.0.1"
@@ -61,24 +61,24 @@ class Meeting:
             store: Any = self._of_gloo
             limits = {"join_timeout_s": DEADLINE_S, "operation_timeout_s": DEADLINE_S}
             full_name = f"{self._prefix}/{name}"
-            place = Place(store, full_name, rank, world_size, given_up=given_up, **limits)
+            spec = GroupSpec(store, full_name, rank, world_size, given_up=given_up, **limits)
             connect = with_control(partial(self.data, where, name), partial(control, where))
-            group = connect(place)
+            group = connect(spec)
             group.form_part = lambda part, r, size: self.form(r, size, f"{name}/{part}", where)
             return group
 
         return Formation(build)
 
-    def data(self, where: torch.device, name: Any, place: Place) -> Group:
+    def data(self, where: torch.device, name: Any, spec: GroupSpec) -> Group:
         """A backend's `connect`."""
-        nccl = self.nccl(place.rank, place.world_size, name, where)
+        nccl = self.nccl(spec.rank, spec.world_size, name, where)
         nccl.begin_connect(where)
-        return formed(nccl, place)
+        return formed(nccl, spec)
 
 
-def control(where: torch.device, place: Place) -> Group:
+def control(where: torch.device, spec: GroupSpec) -> Group:
     """A backend's `connect`. The device runs while its host waits in here, as it always does."""
-    group = gloo.connect(HOST, place)
+    group = gloo.connect(HOST, spec)
     finish = group.finish
 
     def finish_while_the_device_runs(pending: Any) -> None:

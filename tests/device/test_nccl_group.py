@@ -11,7 +11,7 @@ from torch.distributed import DistBackendError
 from elastic.protocol.errors import PeerLost
 from tests.device import device
 from tests.device.ranks import Meeting, all_good, run_ranks
-from workers.distributed.process_group import Formation, Place
+from workers.distributed.process_group import Formation, GroupSpec
 
 
 def connected(rank, meeting, world_size=2):
@@ -172,7 +172,7 @@ def test_forming_with_an_absent_peer_is_given_up_at_once_and_leaves_no_thread():
     meeting, where = Meeting(), torch.device("sim", 0)
 
     def form(given_up):
-        return meeting.data(where, 1, Place(None, "", 0, 2, 60.0, 60.0, given_up))
+        return meeting.data(where, 1, GroupSpec(None, "", 0, 2, 60.0, 60.0, given_up))
 
     before = set(threading.enumerate())
     formation = Formation(form)

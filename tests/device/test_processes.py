@@ -3,42 +3,38 @@
 import os
 import signal
 import time
-from datetime import timedelta
 
 import torch
-from torch.distributed import TCPStore
 
 from tests.device.nccl_group import SimulatedNccl
+from tests.device.parts import Parts, PartsServer
 from tests.workers.forking import forking
 
 DEADLINE_S = 120.0
 
 
-def connected(rank, port):
-    def connect():
-        timeout = timedelta(seconds=20)
-        return TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
-
+def connected(rank, address):
     device = torch.device("sim", 0)
-    nccl = SimulatedNccl(connect, rank, 2, device=device)
+    nccl = SimulatedNccl(lambda: Parts(address), rank, 2, device=device)
     nccl.eager_connect_single_device(device)
     return nccl
 
 
-def sums(rank, port, sender):
-    nccl, found = connected(rank, port), []
+def sums(rank, address, sender):
+    nccl, found = connected(rank, address), []
     for i in range(3):
         value = torch.tensor([float(rank + i)]).to(torch.device("sim", 0))
         nccl.allreduce([value]).wait()
         found.append(value.item())
     store = nccl._connect()
-    store.set(f"done/{rank}", "")
-    store.wait([f"done/{r}" for r in range(2)])  # what it has to send goes with its process
+    store.set(f"done/{rank}", "done")
+    for each in range(2):  # what it has to send goes with its process
+        store.get(f"done/{each}")
     sender.send(found)
 
 
-def loses_its_peer(rank, port, sender):
-    nccl = connected(rank, port)
+def loses_its_peer(rank, address, sender):
+    nccl = connected(rank, address)
     value = torch.tensor([1.0]).to(torch.device("sim", 0))
     nccl.allreduce([value]).wait()
     first = value.item()
@@ -54,11 +50,11 @@ def loses_its_peer(rank, port, sender):
 
 
 def start(target):
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    server = PartsServer()
     context = forking()
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     processes = [
-        context.Process(target=target, args=(rank, server.port, pipes[rank][1]), daemon=True)
+        context.Process(target=target, args=(rank, server.address, pipes[rank][1]), daemon=True)
         for rank in range(2)
     ]
     for process in processes:

@@ -26,10 +26,10 @@ def learn_by_epochs(settings: dict[str, Any]) -> None:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     average = torch.zeros(1)
     elastic.torch.keep(average=average)
-    elastic.torch.on_missing("survivors")  # all ranks have the same samples
+    elastic.torch.on_missing(samples="survivors")  # all ranks have the same samples
     for epoch in elastic.torch.epochs(EPOCHS):
         for step in range(STEPS):
-            if [rank, epoch, step] == settings.get("end"):
+            if [rank, epoch, step] in settings.get("ends", []):
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()

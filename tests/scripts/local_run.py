@@ -23,6 +23,7 @@ from elastic.on_ray.links import LinkServer
 from elastic.on_ray.record.progress import Progress
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages import to_worker as t
+from elastic.store.applied_steps import AppliedSteps
 from tests.control.fake_record import FakeRecord
 from tests.workers.forking import forking
 from workers.distributed.rendezvous import StoreServer
@@ -72,6 +73,7 @@ class LocalRun:
         self.outcome = ""
         self.level: r.ScriptLevel | None = None
         self.record = FakeRecord()
+        self._applied = AppliedSteps(place, None, threading.Lock())
         self.can_replace = True
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -225,6 +227,8 @@ class LocalRun:
                 self._say(event_of(worker, report, time.monotonic()))
             case r.ScriptLevel():
                 self.level = report
+            case r.ScriptSteps(call, base, steps):
+                self._applied.record(call, base, steps)
             case r.Measured() | r.LastWords() | r.ScriptMove():
                 pass
             case _:

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic.protocol.errors import PeerLost, StepCancelled
+from elastic.protocol.messages.to_controller import ScriptSteps
+from elastic.protocol.step_record import StepMetrics
 from tests.workers.ranks import Ranks, run_ranks
 from workers.distributed.pending import Pending
 from workers.distributed.process_group import Group
@@ -34,6 +36,7 @@ class Survivors:
         self._ranks, self._survivors = ranks, survivors
         self.denied = ""
         self.levels: list[tuple[int, str]] = []
+        self.steps: list[StepMetrics] = []
         self.group = ranks.form(1, [0, 1, 2])
         ranks.once_said("lost", self.group.abandon)
 
@@ -52,6 +55,13 @@ class Survivors:
 
     def say_level(self, level: int, reason: str) -> None:
         self.levels.append((level, reason))
+
+    @property
+    def generation(self) -> int:
+        return 1 if self.group.size() == 3 else 2
+
+    def tell_steps(self, said: ScriptSteps) -> None:
+        self.steps += said.steps
 
     def unwind(self) -> None:
         raise StepCancelled
@@ -158,15 +168,20 @@ def test_who_has_missed_the_end_of_a_unit_takes_its_sums_from_who_has_seen_it():
         Unit.reduce = interrupted
         net, num_steps, averages = Uses(), 0, torch.zeros(1)
         net.register_buffer("average", averages)
-        model = DistributedDataParallel(net)
+        model, optimizer = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.0)
         for (samples,) in loader_of():
             averages += index + 1
             model(samples).backward()
             net.count()
+            optimizer.step()
             num_steps += 1
-        return used([net]), num_steps, averages.item()
+        course: Any = dist.group.WORLD.course  # type: ignore[union-attr]
+        course.applied.tell()
+        told = {line.step: line.samples for line in course._regrouping.steps}
+        return used([net]), num_steps, averages.item(), told
 
-    assert in_place(2, script) == [([[1.0] * SAMPLES], 4, 4.0)] * 2
+    lines = {1: 9, 2: 18, 3: 24, 4: 36}  # rank 0 has drawn its own of the third one
+    assert in_place(2, script) == [([[1.0] * SAMPLES], 4, 4.0, lines)] * 2
 
 
 def test_what_one_rank_refuses_all_hear_and_tell():
@@ -316,7 +331,7 @@ def test_a_broadcast_does_without_the_lost():
 def test_a_sum_is_one_of_the_survivors_if_the_script_says_so():
     def script(index: int) -> Any:
         group: Any = dist.group.WORLD
-        group.course.operations.on_missing = "survivors"
+        group.course.operations.sums = "survivors"
         model = begin()  # noqa: F841
         dist.barrier()
         total = torch.tensor([index + 1.0])

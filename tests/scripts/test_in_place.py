@@ -50,10 +50,19 @@ def steps(place: Path) -> list[list[dict]]:
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
+def metrics(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+
+
 def check(place: Path, survivors: int, steps: int = STEPS) -> dict[str, Any]:
     """The state of the first survivor."""
     found = same_ends(place, survivors, steps)
     assert found["uses"].tolist() == [counting.EPOCHS] * counting.SAMPLES
+    lines = metrics(place)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert lines[-1]["samples"] == counting.EPOCHS * counting.SAMPLES
+    sizes = [line["world_size"] for line in lines]
+    assert (sizes[0], sizes[-1], sizes) == (WORKERS, survivors, sorted(sizes, reverse=True))
     return found
 
 
@@ -151,6 +160,9 @@ def test_when_too_few_are_left_the_script_is_called_again(tmp_path):
     (end,) = ends(place)
     assert end["uses"].tolist() == [counting.EPOCHS] * counting.SAMPLES
     assert sorted(file.read_text() for file in place.glob("called-*")) == ["x", "x", "xx"]
+    lines = metrics(place)  # of a lone rank, whose loader Ray leaves as it is
+    assert [line["step"] for line in lines] == list(range(1, WORKERS * STEPS + 1))
+    assert {line["world_size"] for line in lines} == {1}
 
 
 @pytest.mark.slow
@@ -163,6 +175,8 @@ def test_a_new_worker_enters_at_a_report_and_no_step_is_done_again(tmp_path):
     assert all(end["uses"].tolist() == [epochs] * counting.SAMPLES for end in found)
     done = sorted({line["step"] for lines in steps(place) for line in lines})
     assert done == list(range(1, STEPS // counting.EPOCHS * epochs + 1))
+    assert [line["step"] for line in metrics(place)] == done
+    assert metrics(place)[-1]["samples"] == epochs * counting.SAMPLES
     for lines in steps(place):
         numbers = [line["step"] for line in lines]
         assert len(set(numbers)) == len(numbers)

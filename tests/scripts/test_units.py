@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,13 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic.protocol.errors import StepCancelled
+from elastic.protocol.messages.to_controller import ScriptSteps
+from elastic.protocol.step_record import StepMetrics
 from workers.distributed.process_group import Alone, Group
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.in_place.call_state import COLLECTIVE, SEND, SUM
 from workers.scripts.in_place.collective import OwnCollective
 from workers.scripts.in_place.course import REUSED, Course
 from workers.scripts.in_place.ddp import Replica, replica_of
-from workers.scripts.in_place.loader import REMEMBERED, Loaders, is_dealt
+from workers.scripts.in_place.loader import REMEMBERED, Loaders
+from workers.scripts.in_place.sampled import is_shared
 from workers.scripts.in_place.seams import standing_in
 
 SAMPLES, BATCH = 12, 3
@@ -33,11 +36,12 @@ SAMPLES, BATCH = 12, 3
 class Listening:
     """The call of a lone rank: it keeps what it is told."""
 
-    has_changed = False
+    has_changed, generation = False, 1
 
     def __init__(self) -> None:
         self.denied = ""
         self.levels: list[int] = []
+        self.steps: list[StepMetrics] = []
 
     def regroup(self, error: Any) -> Group | None:
         raise AssertionError("a lone rank lost a peer")
@@ -49,16 +53,26 @@ class Listening:
     def say_level(self, level: int, reason: str) -> None:
         self.levels.append(level)
 
+    def tell_steps(self, said: ScriptSteps) -> None:
+        self.steps += said.steps
+
     def unwind(self) -> NoReturn:
         raise StepCancelled
 
 
-@pytest.fixture
-def course() -> Iterator[Course]:
+@contextmanager
+def alone() -> Iterator[Course]:
+    """Within, a script of a lone rank runs in place."""
     group = DefaultGroup(Alone("units"))
     course = group.course = Course("units", group, Listening())
     course.add_samples(1.0)  # what is drawn from no loader is told after some units only
     with as_default(group), standing_in(course, Loaders(course)):
+        yield course
+
+
+@pytest.fixture
+def course() -> Iterator[Course]:
+    with alone() as course:
         yield course
 
 
@@ -123,7 +137,7 @@ def test_a_sampler_made_for_the_ranks_of_before_is_dealt(course):
     dataset = TensorDataset(torch.randn(SAMPLES, 2))
     for size, rank, is_known in ((4, 3, True), (3, 2, True), (5, 4, False)):
         sampler = DistributedSampler(dataset, size, rank)
-        assert is_dealt(loader_of(sampler=sampler), course) is is_known
+        assert is_shared(loader_of(sampler=sampler), course.seats) is is_known
 
 
 def test_a_second_gradient_after_the_first_was_sent_calls_the_script_again(course):
@@ -236,9 +250,15 @@ def test_a_batch_may_be_used_for_several_units_but_not_for_any_number(course):
 
 
 def test_samples_from_no_loader_are_accepted_by_who_says_so(course):
-    course.operations.on_missing = "survivors"
+    course.operations.samples = "survivors"
     trained_elsewhere(course, REUSED + 1)
-    assert course.refusal == ""
+    assert (course.refusal, course.sums_survivors) == ("", False)
+
+
+def test_who_accepts_sums_of_the_survivors_accepts_no_samples_from_elsewhere(course):
+    course.operations.sums = "survivors"
+    trained_elsewhere(course, REUSED + 1)
+    assert ("no DataLoader" in course.refusal, course.sums_survivors) == (True, True)
 
 
 def test_after_a_loss_samples_from_no_loader_call_the_script_again(course):

@@ -17,6 +17,7 @@ from workers.parallel.pipeline.links import Links
 from workers.parallel.pipeline.neighbours import Neighbours
 from workers.parallel.pipeline.passes import StagePasses
 from workers.parallel.pipeline.reducer import PipelineReducer
+from workers.parallel.pipeline.remembered import Looks
 from workers.parallel.pipeline.stage import StageModel
 from workers.reduction.reducers import Reduced
 from workers.step.precision import Casting, cast_inputs
@@ -90,8 +91,9 @@ class Trained:
             stages = plan.pipelines[seat.pipeline]
             first = position - seat.stage
             in_order = [ranks[first + stages.place_of(s)] for s in range(stages.num_stages)]
+            looks = Looks()
             models = {
-                s: StageModel(self.model, self.chain, stages.blocks(s))
+                s: StageModel(self.model, self.chain, stages.blocks(s), looks=looks)
                 for s in stages.stages_at(seat.stage)
             }
             self.neighbours = Neighbours(Links(group), in_order, raise_it, nullcontext)

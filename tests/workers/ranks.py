@@ -34,7 +34,7 @@ def run_ranks(
     server = StoreServer("127.0.0.1")
     address = ("127.0.0.1", server.port, server.secret)
     parts = where.store_of_parts()
-    device = where.HERE.type, parts.port if parts else 0
+    device = where.HERE.type, parts.address if parts else ""
     pickled = cloudpickle.dumps(body)
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     processes = [
@@ -75,10 +75,10 @@ class Ranks:
     """One process of the test: it forms a group for every generation that it is a member of."""
 
     def __init__(
-        self, index: int, address: tuple[str, int, str], sender: Any, parts_port: int = 0
+        self, index: int, address: tuple[str, int, str], sender: Any, parts: str = ""
     ) -> None:
         self.index, self.address, self._sender = index, address, sender
-        self._parts_port = parts_port
+        self._parts = parts
 
     def pause(self) -> None:
         """Wait until the test has done something."""
@@ -125,7 +125,7 @@ class Ranks:
             prefix=f"{generation}",
             rank=members.index(self.index),
             world_size=len(members),
-            connect=where.connect_here(self._parts_port),
+            connect=where.connect_here(self._parts),
             join_timeout_s=DEADLINE_S,
             operation_timeout_s=operation_timeout_s,
         ).wait(DEADLINE_S)
@@ -133,16 +133,16 @@ class Ranks:
 
 def _run(
     index: int,
-    device: tuple[str, int],
+    device: tuple[str, str],
     address: tuple[str, int, str],
     pickled: bytes,
     sender: Any,
 ) -> None:
-    """device: the kind of the test's, and a port (where.py)."""
+    """device: the kind of the test's, and the address of parts (where.py)."""
     torch.set_num_threads(1)
-    kind, parts_port = device
+    kind, parts = device
     where.go_to(kind)
-    result = cloudpickle.loads(pickled)(Ranks(index, address, sender, parts_port))
+    result = cloudpickle.loads(pickled)(Ranks(index, address, sender, parts))
     where.leave()
     sender.send(result)
     if kind != "cpu":

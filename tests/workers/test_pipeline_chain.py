@@ -322,7 +322,7 @@ def test_a_block_that_a_later_micro_batch_skips_is_told_by_name(blocks: range):
     stage = StageModel(model, probe(model), blocks)
     says = "blocks.2 runs 0 times on this micro-batch, and once on the one that the pipeline"
     for rows in (4, 3):
-        stage.begin(lambda like, rows=rows: [torch.ones(rows, WIDTH)])
+        stage.begin(lambda like, rows=rows: [torch.ones(rows, WIDTH)], lambda sent: None)
         square(model, torch.ones(rows, WIDTH))
         with pytest.raises(UserError, match=says) if rows == 3 else nullcontext():
             stage.end()

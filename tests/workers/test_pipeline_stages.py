@@ -1,6 +1,7 @@
 """Stages of all kinds of models, on ranks of their own: the bits are those of the whole model."""
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.schedule import INTERLEAVED, ZERO_BUBBLE
-from tests.workers.pipeline_models import CASES
+from tests.workers.pipeline_models import CASES, WIDTH, Gate, Residual, square
 from tests.workers.pipeline_ranks import Trained, groups_in, plain
 from tests.workers.ranks import Ranks, run_ranks
 from workers.distributed.process_group import Alone
+from workers.parallel.pipeline.chain import find_chain
+from workers.parallel.pipeline.stage import StageModel
 from workers.train_state.digest import weights_sha256
 
 STEPS = 2
@@ -147,3 +150,19 @@ def test_half_precision_travels_as_such_and_changes_no_bit():
         return differing(found.state(), wanted.state())
 
     assert run_ranks(3, body) == [[]] * 3
+
+
+def test_what_the_next_stage_takes_is_sent_before_this_ones_forward_ends():
+    model, batch, happened = Residual(Gate), torch.ones(4, WIDTH), list[str]()
+    chain = find_chain(model, None, lambda: square(model, batch))
+    do = model.blocks[3].forward
+    model.blocks[3].forward = lambda x: happened.append("went on") or do(x)
+    stage = StageModel(model, chain, range(1, 3))
+
+    def send(tensors: Sequence[Tensor]) -> None:
+        happened.append(f"sent {[tuple(t.shape) for t in tensors]}")
+
+    stage.begin(lambda like: [batch], send)
+    square(model, batch)
+    stage.end()
+    assert happened == [f"sent {[(4, WIDTH)]}", "went on"]

@@ -9,7 +9,7 @@ import torch
 
 from elastic.protocol.errors import PeerLost
 from workers.distributed.nccl import NcclGroup, formed
-from workers.distributed.process_group import Place
+from workers.distributed.process_group import GroupSpec
 
 
 class Works:
@@ -103,11 +103,11 @@ class InTime(Works):
 
 def test_a_group_is_formed_once_its_communicator_is_there_unless_it_is_given_up() -> None:
     given_up = threading.Event()
-    place = Place(cast(Any, None), "r/1", 1, 2, 7.0, 60.0, given_up)
-    group = formed(backend := InTime(), place)
+    spec = GroupSpec(cast(Any, None), "r/1", 1, 2, 7.0, 60.0, given_up)
+    group = formed(backend := InTime(), spec)
     assert (group.rank(), group.name_of_group, group.abort_s) == (1, "r/1", 7.0)
     assert not backend.is_aborted
     given_up.set()
     with pytest.raises(PeerLost):
-        formed(backend := InTime(), place)
+        formed(backend := InTime(), spec)
     assert backend.is_aborted

@@ -14,7 +14,6 @@ from tests.workers.sharded_rig import enter, sha256
 from tests.workers.test_staged_strategy import build, train
 from workers.distributed.process_group import Alone
 
-pytestmark = pytest.mark.slow  # minutes: four ranks on one simulated device
 STEPS, LOST_AFTER = 3, 1
 PLANS = [("pp:2/GPipe", 2), ("pp:3", 3), ("pp:2,fsdp-grad-op", 4)]
 PLANS += [("pp:2/Interleaved1F1B", 2), ("pp:2/ZBVZeroBubble", 4)]

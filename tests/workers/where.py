@@ -8,23 +8,20 @@ formula on a device (workers/reduction/norm.py). tests/device compares with the 
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
 
 from workers.distributed import backends, gloo
 from workers.distributed.backends import with_control
 from workers.distributed.nccl import formed
-from workers.distributed.process_group import Connect, Group, Place
+from workers.distributed.process_group import Connect, Group, GroupSpec
 from workers.step.randomness import seed_microbatch
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
 HERE = CPU
-STORE_TIMEOUT = timedelta(seconds=20)
 _host_generator = threading.Lock()
 
 
@@ -77,14 +74,16 @@ def store_of_parts() -> Any:
     """Over which the communicators of processes meet, and send; None on the CPU."""
     if HERE.type == "cpu":
         return None
-    return TCPStore(HOST, 0, None, True, wait_for_workers=False)
+    from tests.device.parts import PartsServer
+
+    return PartsServer()
 
 
-def connect_here(port: int) -> Connect:
-    """What connects ranks that are processes. port: of the store of parts."""
+def connect_here(parts: str) -> Connect:
+    """What connects ranks that are processes. parts: the address of the store of parts."""
     if HERE.type == "cpu":
         return backends.connect_for(HERE, HOST)
-    return with_control(partial(_data, port), partial(gloo.connect, HOST))
+    return with_control(partial(_data, parts), partial(gloo.connect, HOST))
 
 
 def connecting_threads() -> Callable[[torch.device, str], Connect]:
@@ -97,23 +96,23 @@ def connecting_threads() -> Callable[[torch.device, str], Connect]:
     meeting = ranks.Meeting()
 
     def connect_for(device: torch.device, host: str) -> Connect:
-        def data(place: Place) -> Group:
+        def data(spec: GroupSpec) -> Group:
             torch.sim.set_device(device)
-            return meeting.data(device, place.name, place)
+            return meeting.data(device, spec.name, spec)
 
         return with_control(data, partial(ranks.control, device))
 
     return connect_for
 
 
-def _data(port: int, place: Place) -> Group:
+def _data(parts: str, spec: GroupSpec) -> Group:
     from tests.device.nccl_group import SimulatedNccl
+    from tests.device.parts import Parts
 
     def connect() -> Any:
-        store = TCPStore(HOST, port, None, False, STORE_TIMEOUT, wait_for_workers=False)
-        return PrefixStore(place.name, store)
+        return Parts(parts, spec.name)
 
     torch.sim.set_device(HERE)
-    nccl = SimulatedNccl(connect, place.rank, place.world_size, device=HERE)
+    nccl = SimulatedNccl(connect, spec.rank, spec.world_size, device=HERE)
     nccl.begin_connect(HERE)
-    return formed(nccl, place)
+    return formed(nccl, spec)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from workers.distributed import gloo, nccl
-from workers.distributed.process_group import Connect, Group, Place
+from workers.distributed.process_group import Connect, Group, GroupSpec
 
 
 def connect_for(device: torch.device, host: str) -> Connect:
@@ -24,9 +24,9 @@ def connect_for(device: torch.device, host: str) -> Connect:
 def with_control(data: Connect, control: Connect) -> Connect:
     """Both in one thread, control first: it notices a peer that is gone already."""
 
-    def connect(place: Place) -> Group:
-        deciding = control(replace(place, name=f"{place.name}/control"))
-        group = data(place)
+    def connect(spec: GroupSpec) -> Group:
+        deciding = control(replace(spec, name=f"{spec.name}/control"))
+        group = data(spec)
         group.take_control(deciding)
         return group
 

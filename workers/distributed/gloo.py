@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
 from workers.distributed.pending import Pending, Waitable, failure_of
-from workers.distributed.process_group import Group, Place
+from workers.distributed.process_group import Group, GroupSpec
 from workers.torch_private.c10d import gloo_options
 
 DIRECT_WAIT = timedelta(milliseconds=10)
@@ -112,9 +112,9 @@ class _Waiters:
 _waiters = _Waiters()
 
 
-def connect(host: str, place: Place) -> GlooGroup:
+def connect(host: str, spec: GroupSpec) -> GlooGroup:
     """The group of this name, once all its members are here. host: this worker's address."""
-    options = gloo_options(host, place.operation_timeout_s)
-    store, rank, world_size = PrefixStore(place.name, place.store), place.rank, place.world_size
+    options = gloo_options(host, spec.operation_timeout_s)
+    store, rank, world_size = PrefixStore(spec.name, spec.store), spec.rank, spec.world_size
     found = cast(Any, dist.ProcessGroupGloo)(store, rank, world_size, options)
-    return GlooGroup(found, rank, world_size, place.name, place.store)
+    return GlooGroup(found, rank, world_size, spec.name, spec.store)

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from elastic.protocol.errors import PeerLost
 from workers.distributed.pending import Pending, Waitable, What, failure_of
-from workers.distributed.process_group import Group, Place
+from workers.distributed.process_group import Group, GroupSpec
 from workers.torch_private.c10d import is_connected, nccl_options
 
 log = logging.getLogger(__name__)
@@ -94,26 +94,26 @@ class NcclGroup(Group):
         return not is_aborting and super().is_settled
 
 
-def connect(device: torch.device, place: Place) -> NcclGroup:
+def connect(device: torch.device, spec: GroupSpec) -> NcclGroup:
     """The group, once all its members are here. Raises PeerLost if it is given up before."""
     torch.cuda.set_device(device)
-    options = nccl_options(place.operation_timeout_s)
+    options = nccl_options(spec.operation_timeout_s)
     options.config.blocking = 0  # an absent member would be waited for, for ever
-    store = PrefixStore(place.name, place.store)
-    backend = dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
+    store = PrefixStore(spec.name, spec.store)
+    backend = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)
     backend.eager_connect_single_device(device)
-    return formed(backend, place)
+    return formed(backend, spec)
 
 
-def formed(backend: Any, place: Place) -> NcclGroup:
+def formed(backend: Any, spec: GroupSpec) -> NcclGroup:
     """The group over a backend that has begun to connect. Raises PeerLost."""
     try:
         while not is_connected(backend):
-            if place.given_up.wait(LOOK_S):
+            if spec.given_up.wait(LOOK_S):
                 raise PeerLost("the generation was given up while it formed")
     except RuntimeError:
         backend.abort()
         raise
-    group = NcclGroup(backend, place.rank, place.world_size, place.name, place.store)
-    group.abort_s = place.join_timeout_s
+    group = NcclGroup(backend, spec.rank, spec.world_size, spec.name, spec.store)
+    group.abort_s = spec.join_timeout_s
     return group

@@ -101,10 +101,10 @@ class TorchWork(Work):
 
     def drop(self) -> None:
         """Nobody waits any more; torch may keep what was never waited for."""
-        self._pending = (GivenUp(),)
+        self._pending = (Abandoned(),)
 
 
-class GivenUp:
+class Abandoned:
     """An operation of a group that was left."""
 
     is_settled = True

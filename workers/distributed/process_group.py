@@ -327,7 +327,7 @@ AnyGroup = Group
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupSpec:
     """Of one rank in a group to be."""
 
     store: StoreClient
@@ -341,7 +341,7 @@ class Place:
     """Nobody waits for the group any more."""
 
 
-Connect = Callable[[Place], Group]
+Connect = Callable[[GroupSpec], Group]
 """A backend's: the group, once all its members are here."""
 
 
@@ -411,7 +411,7 @@ def form(
     def build(name: str, rank: int, world_size: int, given_up: threading.Event) -> Group:
         store = StoreClient(store_address, join_timeout_s, given_up)
         limits = {"join_timeout_s": join_timeout_s, "operation_timeout_s": operation_timeout_s}
-        return connect(Place(store, name, rank, world_size, given_up=given_up, **limits))
+        return connect(GroupSpec(store, name, rank, world_size, given_up=given_up, **limits))
 
     def build_whole(given_up: threading.Event) -> Group:
         group = build(prefix, rank, world_size, given_up)

@@ -17,7 +17,7 @@ from torch import Tensor
 from elastic.protocol.errors import PeerLost
 from workers.distributed import registry
 from workers.distributed.c10d import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, C10dGroup
-from workers.distributed.pending import GivenUp, Pending, Settling, TorchWork
+from workers.distributed.pending import Abandoned, Pending, Settling, TorchWork
 from workers.distributed.process_group import Group
 from workers.scripts.in_place.call_state import COLLECTIVE, SEND, SUM
 from workers.scripts.in_place.collective import OwnCollective
@@ -36,7 +36,7 @@ class Collectives(Protocol):
     members: tuple[int, ...]
 
     @property
-    def on_missing(self) -> str: ...
+    def sums_survivors(self) -> bool: ...
     def hear_rank_asked(self) -> None: ...
     def begin_collective(self, own: OwnCollective, *, is_by_rank: bool) -> None: ...
     def drop_collective(self) -> None: ...
@@ -135,7 +135,7 @@ class DefaultGroup(C10dGroup):
         return self.inner
 
     def allreduce(self, tensors: list[Tensor], opts: Any = ALL_REDUCE) -> TorchWork:
-        doing = SUM if self.course and self.course.on_missing == "survivors" else COLLECTIVE
+        doing = SUM if self.course and self.course.sums_survivors else COLLECTIVE
         with self._announced(doing, tensors, tensors):
             work = super().allreduce(tensors, opts)
         assert isinstance(work, FutureWork)
@@ -191,8 +191,8 @@ class DefaultGroup(C10dGroup):
         future = _Future(result, self.hear_failure)
         self._futures.add(future)
         if isinstance(pending, Mending):
-            pending = pending.pending or GivenUp()
-        if isinstance(pending, GivenUp):
+            pending = pending.pending or Abandoned()
+        if isinstance(pending, Abandoned):
             future.give_up(PeerLost("the generation was given up"))
         elif isinstance(pending, Pending):
             pending.work.get_future().add_done_callback(future.end)

@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import wraps
 from typing import Any, Protocol
 
@@ -25,14 +26,12 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
 from elastic.store.files import write_json
 from workers.scripts.in_place.course import Course
-from workers.scripts.reports import MANIFESTS, Reports
+from workers.scripts.reports import EPOCHS, MANIFESTS, Reports, Trained
 from workers.torch_private.modules import has_child
 from workers.train_state.digest import weights_sha256
 
 log = logging.getLogger(__name__)
 
-NEWEST = "epochs.json"
-"""In the folder of `MANIFESTS`: which epoch is next, and the file of what goes on."""
 KINDS: dict[str, tuple[type, ...]] = {
     "model": (DistributedDataParallel,),
     "optimizer": (Optimizer,),
@@ -52,6 +51,8 @@ class Running(Protocol):
     def generation(self) -> int: ...
     @property
     def course(self) -> Course | None: ...
+    @property
+    def trained(self) -> Trained: ...
     def commit(self, publish: Callable[[], None]) -> None: ...
     def broadcast(self, value: Any) -> Any: ...
 
@@ -103,9 +104,12 @@ class Epochs:
             state_of(name, value)
         self._named |= objects
 
-    def go_on_missing(self, policy: str) -> None:
+    def go_on_missing(self, sums: str | None, samples: str | None) -> None:
+        """None: as before."""
         if self._call.course is not None:
-            self._call.course.operations.on_missing = policy
+            operations = self._call.course.operations
+            operations.sums = sums or operations.sums
+            operations.samples = samples or operations.samples
 
     def iterate(self, num: int) -> Iterator[int]:
         """The epochs that are left of so many."""
@@ -171,8 +175,8 @@ class Epochs:
         call = self._call
         folder = call.reports.folder.at(MANIFESTS)
         newest = None
-        if call.rank == 0 and folder.exists(NEWEST):
-            newest = json.loads(folder.read(NEWEST))
+        if call.rank == 0 and folder.exists(EPOCHS):
+            newest = json.loads(folder.read(EPOCHS))
         newest = call.broadcast(newest)
         if newest is None:
             return 0
@@ -198,7 +202,8 @@ def publish_state(call: Running, epoch: int, content: bytes) -> None:
     before = [n for n in folder.names() if n.startswith("epoch-") and n != file]
     folder.write(file, content)
     sha256 = hashlib.sha256(content).hexdigest()
-    write_json(folder, NEWEST, {"epoch": epoch, "file": file, "sha256": sha256})
+    newest = {"epoch": epoch, "file": file, "sha256": sha256, "trained": asdict(call.trained)}
+    write_json(folder, EPOCHS, newest)
     for name in before:
         folder.delete(name)
 

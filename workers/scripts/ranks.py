@@ -6,6 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
+
+from workers.distributed.exchange import gather_json
+from workers.distributed.process_group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,15 @@ class Place:
             "TORCHELASTIC_RESTART_COUNT": str(restart),
             "TORCHELASTIC_MAX_RESTARTS": str(restart),
         }
+
+
+def introduced(group: Group, mine: list[Any]) -> list[list[Any]]:
+    """What all say that begin a call of the script, by rank. Who is in the middle of one hears of
+    it, and begins with the others. Raises PeerLost."""
+    while True:
+        said = gather_json(group, {"begins": mine})
+        if all("begins" in of_rank for of_rank in said):
+            return [of_rank["begins"] for of_rank in said]
 
 
 OWN = ("torch.", "ray.", "workers.", "elastic.")

@@ -26,6 +26,8 @@ SNAPSHOT = "checkpoint_manager_snapshot.json"
 MANIFESTS = "script"
 """The folder of what belongs to a script run and not into its checkpoints."""
 REPORTS = "reports.jsonl"
+EPOCHS = "epochs.json"
+"""In the folder of `MANIFESTS`: which epoch is next, and the file of what goes on."""
 PREFIX = "checkpoint_"
 CHUNK_BYTES = 1 << 22
 NAME = re.compile(r"[A-Za-z0-9_=+-][A-Za-z0-9_.=+-]{0,199}")
@@ -45,7 +47,15 @@ class File:
     sha256: str
 
 
-UNSAID = ScriptLevel(0, 0, "")
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """How far a script is, by the steps of its optimizers."""
+
+    steps: int = 0
+    samples: int = 0
+
+
+UNTRAINED, UNSAID = Trained(), ScriptLevel(0, 0, "")
 
 
 @dataclass(slots=True)
@@ -57,6 +67,8 @@ class Told:
     """The checkpoint that counts, by its name."""
     level: ScriptLevel = UNSAID
     """At which it runs, as it was said last."""
+    trained: Trained = UNTRAINED
+    """Behind which the call has begun."""
     metrics_of_ranks: list[dict[str, Any]] = field(default_factory=list)
     """Of the newest report, where they are kept."""
     brought_by: frozenset[int] = frozenset()
@@ -65,6 +77,13 @@ class Told:
     """Reports since then."""
     most_without: int = 0
     """In a row, so far."""
+
+    def line(self, metrics: dict[str, Any], checkpoint: str | None) -> dict[str, Any]:
+        """Of the newest report, for reports.jsonl."""
+        line = {"report": self.num_reports, "metrics": metrics, "checkpoint": checkpoint}
+        if self.metrics_of_ranks:
+            line["metrics_of_ranks"] = self.metrics_of_ranks
+        return line
 
     def count(self, bringing: Set[int], members: Set[int]) -> bool:
         """A report, by who brings files for it and who is there. False: a checkpoint would be due,
@@ -157,9 +176,19 @@ class Reports:
 
     def passes_at(self, name: str) -> dict[str, int]:
         """As it was published with. Of Ray's own nothing is known."""
-        if not self.folder.exists(manifest_of(name)):
-            return {}
-        return json.loads(self.folder.read(manifest_of(name))).get("passes", {})
+        return self._content(manifest_of(name)).get("passes", {})
+
+    def trained_at(self, newest: str | None) -> Trained:
+        """Of a call that begins now. newest: the checkpoint that it begins at; a script that counts
+        its epochs by ours begins at the newest of those."""
+        found = self._content(f"{MANIFESTS}/{EPOCHS}")
+        if not found and newest is not None:
+            found = self._content(manifest_of(newest))
+        return Trained(**found.get("trained", {}))
+
+    def _content(self, name: str) -> dict[str, Any]:
+        """Of a file of JSON, {} if there is none."""
+        return json.loads(self.folder.read(name)) if self.folder.exists(name) else {}
 
     def _damage_of(self, name: str) -> str:
         """In words; empty if it has none. One of Ray's own has no checksums."""
@@ -215,9 +244,16 @@ class Reports:
         """Bring these files there; they are durable then, and count for nothing yet."""
         return [copy_file(source, self.folder.at(name), path) for path in paths]
 
-    def publish(self, name: str, files: Sequence[File], metrics: dict[str, Any]) -> None:
+    def publish(
+        self,
+        name: str,
+        files: Sequence[File],
+        metrics: dict[str, Any],
+        trained: Trained = UNTRAINED,
+    ) -> None:
         """From now on the checkpoint counts. Old ones go."""
         content = {"files": [asdict(file) for file in files], "passes": self.passes.numbers()}
+        content["trained"] = asdict(trained)
         self.folder.at(MANIFESTS).create()
         write_json(self.folder, manifest_of(name), content)
         before = self._snapshot().get("current_report_index", 0)

@@ -1,5 +1,6 @@
 """What torch's modules keep to themselves: their own parameters and buffers, as they hold them."""
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -7,6 +8,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 BatchNorm = _NormBase
 """What all kinds of batch normalisation are."""
+_EVERY_MODULES = frozenset(vars(nn.Module()))
+"""Attributes by name."""
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -17,6 +20,19 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Those that it holds itself, by key. To be changed in place."""
     return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Its children, by key."""
+    return module._modules
+
+
+def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """By name: whether it trains, and what every module has not."""
+    yield "training", module.training
+    for name, value in vars(module).items():
+        if name not in _EVERY_MODULES:
+            yield name, value
 
 
 def is_persistent(module: nn.Module, key: str) -> bool:

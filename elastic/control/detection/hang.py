@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
-from elastic.control.detection.patience import Costly, Place, lost_at
+from elastic.control.detection.patience import Costly, PhaseOfStep, lost_at
 from elastic.protocol.messages.pulse import Heartbeat
 
 Key = TypeVar("Key")
@@ -77,8 +77,8 @@ def last_move(watched: Watch) -> float:
     return watched.stopped_since if watched.moved_at is None else max(watched.moved_at, entered_at)
 
 
-def where(heartbeat: Heartbeat) -> Place:
-    return Place(heartbeat.step, heartbeat.phase)
+def where(heartbeat: Heartbeat) -> PhaseOfStep:
+    return PhaseOfStep(heartbeat.step, heartbeat.phase)
 
 
 def absence(watched: Watch, now: float, detect_s: float) -> str | None:
@@ -101,7 +101,7 @@ def cause_of(watched: Watch, now: float, detect_s: float) -> str:
     return "heartbeat_silent" if now - watched.heard_at > detect_s and not is_known else "hung"
 
 
-def slow_in(watched: Watch, now: float, detect_s: float) -> Place | None:
+def slow_in(watched: Watch, now: float, detect_s: float) -> PhaseOfStep | None:
     """Where a suspect may be slow and no more; None if it is gone, stopped or silent."""
     if watched.stopped_since is not None or now - watched.heard_at > detect_s:
         return None
@@ -171,7 +171,7 @@ def suspects(
     if detect_s is None:
         return
     by_worker = {w.heartbeat.worker: w for w in watches}
-    named: set[Place] = set()
+    named: set[PhaseOfStep] = set()
     for worker, why in all_suspects(watches, now, detect_s, asked, cut, costly):
         place = slow_in(by_worker[worker], now, detect_s)
         if place is None or place not in named:

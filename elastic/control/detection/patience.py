@@ -11,7 +11,7 @@ from elastic.protocol.membership import NumberSet
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PhaseOfStep:
     """Where in the run any worker may be."""
 
     step: int
@@ -26,11 +26,11 @@ class Place:
 class Costly:
     """A place that has cost workers their lives as hung."""
 
-    place: Place
+    place: PhaseOfStep
     lost: NumberSet
 
 
-def remember(costly: tuple[Costly, ...], place: Place, worker: int) -> tuple[Costly, ...]:
+def remember(costly: tuple[Costly, ...], place: PhaseOfStep, worker: int) -> tuple[Costly, ...]:
     """`worker` was ended there."""
     lost = lost_at(costly, place).add(worker)
     return (*(c for c in costly if c.place != place), Costly(place, lost))
@@ -41,6 +41,6 @@ def forget(costly: tuple[Costly, ...], step: int) -> tuple[Costly, ...]:
     return tuple(c for c in costly if c.place.step >= step)
 
 
-def lost_at(costly: Iterable[Costly], place: Place) -> NumberSet:
+def lost_at(costly: Iterable[Costly], place: PhaseOfStep) -> NumberSet:
     """Nobody, where it is not costly."""
     return next((c.lost for c in costly if c.place == place), NumberSet())

@@ -26,7 +26,7 @@ from elastic.control.detection.hang import (
     where,
 )
 from elastic.control.detection.partition import disputed, parted
-from elastic.control.detection.patience import Costly, Place, forget, lost_at, remember
+from elastic.control.detection.patience import Costly, PhaseOfStep, forget, lost_at, remember
 from elastic.control.events import CollectiveFailed
 from elastic.on_ray.cluster_view import ClusterView
 from elastic.on_ray.detection.broken_links import is_refused
@@ -50,7 +50,7 @@ class Suspect:
 
     cause: str
     why: str
-    slow_in: Place | None = None
+    slow_in: PhaseOfStep | None = None
 
 
 class Diagnosis:
@@ -78,7 +78,7 @@ class Diagnosis:
         self._reached: dict[int, frozenset[str]] = {}
         self._ended: tuple[Costly, ...] = ()
         """Who may be slow and was ended: the ledger learns of it later than the next look."""
-        self._told: set[tuple[int, Place]] = set()
+        self._told: set[tuple[int, PhaseOfStep]] = set()
         """Of whose slowness in a costly place it was told."""
         self._has_all = asyncio.Event()
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
 from elastic.protocol.messages.direction import Direction
-from elastic.protocol.step_record import STEP_RECORD, StepRecord, VoteHead
+from elastic.protocol.step_record import STEP_RECORD, StepMetrics, StepRecord, VoteHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,21 @@ class ScriptMove:
     waited_s: float
     place: str
     """Its own line, as "train.py:87"; empty if it is at none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptSteps:
+    """Steps of a script's optimizers, from the lowest rank. They may be said more than once."""
+
+    call: int
+    """The generation in which the script was called that they are of."""
+    base: int
+    """Steps that were behind it then: later ones of calls before are done again, if they are."""
+    steps: tuple[StepMetrics, ...]
+    """In order."""
+
+
+OfScript: TypeAlias = ScriptLevel | ScriptMove | ScriptSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +340,7 @@ Report: TypeAlias = (
     | Planned
     | ScriptLevel
     | ScriptMove
+    | ScriptSteps
     | Paused
     | Kept
     | Suspended

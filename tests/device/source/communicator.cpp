@@ -85,6 +85,7 @@ void Communicator::begin(uint64_t number) {
   } else {
     parts_[number][rank] = part;
     outgoing_.emplace_back(number, std::move(part));
+    has_outgoing_.notify_all();
   }
   changed.notify_all();
 }
@@ -186,7 +187,7 @@ void Communicator::combine(const Operation& op, const std::vector<std::string>& 
 
 bool Communicator::next_outgoing(double timeout_s, uint64_t& number, std::string& part) {
   Lock lock(mutex);
-  changed.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return !outgoing_.empty() || is_aborted_; });
+  has_outgoing_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return !outgoing_.empty() || is_aborted_; });
   if (outgoing_.empty()) return false;
   std::tie(number, part) = std::move(outgoing_.front());
   outgoing_.pop_front();
@@ -198,6 +199,7 @@ void Communicator::abort() {
   is_aborted_ = true;
   for (auto& kernel : streams[stream].queue) kernel->is_stuck = false;
   peers_.clear();
+  has_outgoing_.notify_all();
   changed.notify_all();
 }
 void Communicator::lose(const std::string& error) {

@@ -48,6 +48,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::map<uint64_t, Operation> operations_;
   std::map<uint64_t, std::map<int, std::string>> parts_;
   std::deque<std::pair<uint64_t, std::string>> outgoing_;
+  std::condition_variable_any has_outgoing_;  // of its own: kernels that end are many
   std::vector<std::shared_ptr<Communicator>> peers_;
 };
 extern unsigned char garbage;  // what an abort leaves

@@ -110,14 +110,18 @@ std::shared_ptr<Block> reused(Kind kind) {
 
 void inherit(Block& block, int stream) {
   // What its own stream did before is in order. record_stream makes the allocator wait for others;
-  // what else is left is an access that nothing orders before the new owner's.
-  std::vector<Access> left;
+  // what else is left is an access that nothing orders before the new owner's: of each stream the last.
+  const std::string freed = " (memory freed since)";
+  std::map<int, Access> left;
   for (auto& access : block.accesses) {
     if (block.recorded.count(access.stream)) continue;
-    access = {access.stream, access.ticket, 0, block.mapped, true, access.name + " (memory freed since)"};
-    left.push_back(access);
+    auto& last = left[access.stream];
+    if (!last.name.empty() && last.ticket >= access.ticket) continue;
+    last = {access.stream, access.ticket, 0, block.mapped, true, access.name};
+    if (!access.name.ends_with(freed)) last.name += freed;
   }
-  block.accesses = std::move(left);
+  block.accesses.clear();
+  for (auto& [_, access] : left) block.accesses.push_back(access);
   for (auto& [other, ticket] : block.recorded) streams[stream].waits.push_back({other, ticket});
   block.recorded.clear();
 }

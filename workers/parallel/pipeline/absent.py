@@ -300,7 +300,7 @@ _known: dict[Any, Any] = {}
 def _results(func: Any, args: Any, kwargs: Any) -> Any:
     """What the operation returns: absent where it returns a tensor."""
     asked = kwargs.get("device")
-    device = torch.device(asked) if asked is not None else _device_of((args, kwargs))
+    device = torch.device(asked) if asked is not None else _device_of(args) or _device_of(kwargs)
     assert device is not None
     key: Any = (func, _described(args), _described(kwargs) if kwargs else None)
     try:
@@ -321,14 +321,16 @@ def _results(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _device_of(value: Any) -> torch.device | None:
     """Of the first absent tensor."""
-    if isinstance(value, Absent):
+    if type(value) is Absent:
         return value.device
     if isinstance(value, dict):
         value = cast(dict[str, Any], value).values()
     elif not isinstance(value, tuple | list):
         return None
-    found = map(_device_of, cast(Iterable[Any], value))
-    return next((device for device in found if device is not None), None)
+    for each in cast(Iterable[Any], value):
+        if (device := _device_of(each)) is not None:
+            return device
+    return None
 
 
 def _on_meta(func: Any, flat: list[Any], spec: Any) -> Any:

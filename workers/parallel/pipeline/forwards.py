@@ -48,7 +48,11 @@ class StageForwards:
         def receive(like: Sequence[Tensor]) -> list[Tensor]:
             return self._neighbours.receive(like, stage - 1, "activation", batch_id).wait()
 
-        model.begin(receive)
+        def send(tensors: Sequence[Tensor]) -> None:
+            self._neighbours.settle()  # no more batches than one are on their way
+            self._neighbours.send(tensors, stage + 1, "activation", batch_id)
+
+        model.begin(receive, send)
         try:
             value = forward()
         except NotHere as error:
@@ -59,12 +63,8 @@ class StageForwards:
             ) from error
         finally:
             model.give_up()
-        crossing = model.end()
-        if model.is_last:
-            return value
-        self._neighbours.settle()  # no more batches than one are on their way
-        self._neighbours.send(crossing.sent, stage + 1, "activation", batch_id)
-        return Elsewhere()
+        model.end()
+        return value if model.is_last else Elsewhere()
 
     def end(self) -> None:
         self._neighbours.settle()

@@ -88,13 +88,16 @@ class StagePasses:
         action = self._at = self._todo.popleft()
         assert (action.kind, self._stages.ids[action.index]) == ("forward", microbatch_id)
         stage, model = self._mine[action.turn]
-        before = stage - 1
+        before, after = stage - 1, stage + 1
         self._buffers.separate()
 
         def receive(like: Sequence[Tensor]) -> list[Tensor]:
             return self._neighbours.receive(like, before, "activation", microbatch_id).wait()
 
-        model.begin(receive)
+        def send(tensors: Sequence[Tensor]) -> None:
+            self._neighbours.send(tensors, after, "activation", microbatch_id)
+
+        model.begin(receive, send)
 
     @property
     def has_loss(self) -> bool:
@@ -119,10 +122,8 @@ class StagePasses:
         if len(self._mine) > 1:
             self._buffers.join_integers(self._at.index, model.buffers)
         if not model.is_last:
-            after = stage + 1
-            self._neighbours.send(crossing.sent, after, "activation", microbatch_id)
             flight.gradients = self._neighbours.receive(
-                crossing.sent_with_gradient, after, "gradient", microbatch_id
+                crossing.sent_with_gradient, stage + 1, "gradient", microbatch_id
             )
         self._flight[microbatch_id, stage] = flight
         self.most_in_flight = max(self.most_in_flight, len(self._flight))

@@ -1,5 +1,6 @@
 """A block of another stage: what it returns of arguments of these shapes, and what it draws, is
-remembered for a step, so that its code runs once in it for each kind of arguments.
+remembered for a step, so that its code runs once in it for each kind of arguments, and the code of
+blocks that are alike (alike.py) in one of them.
 
 Where what it does may depend on what changes within a step other than its modules' attributes, its
 code runs each time. How single operations are done without values is absent.py's.
@@ -27,6 +28,7 @@ from workers.parallel.pipeline.absent import (
     watching,
     written_by,
 )
+from workers.parallel.pipeline.alike import PLAIN, described, kind_of
 from workers.parallel.pipeline.trees import tensors_in
 from workers.torch_private.dispatch import (
     OpOverload,
@@ -36,8 +38,6 @@ from workers.torch_private.dispatch import (
 )
 from workers.torch_private.modules import has_hooks, held_by
 
-_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
-"""What says all that it is by its value."""
 _BY_VALUE = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage"})
 """Of a tensor, that no operation tells of."""
@@ -65,8 +65,6 @@ class _Same:
 class _Seen:
     """Of one run."""
 
-    attributes: list[tuple[Any, ...]]
-    """Of the modules."""
     leaves: tuple[Any, ...]
     """Of what it returned: absent tensors, plain values, and which arguments."""
     spec: Any
@@ -74,21 +72,40 @@ class _Seen:
     draws: tuple[_Draw, ...]
 
 
+class Looks:
+    """What was seen in a step of the blocks of other stages."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """Counted here."""
+        self._seen: dict[Any, dict[Any, _Seen]] = {}
+
+    def forget(self) -> None:
+        """A step begins. Any code may do something else from now on: a schedule, a configuration,
+        anything that it reads may have changed."""
+        self.step += 1
+        self._seen.clear()
+
+    def of(self, kind: Any) -> dict[Any, _Seen]:
+        """By arguments, of the blocks that are alike."""
+        return self._seen.setdefault(kind, {})
+
+
 class RememberedBlock:
     """Of a stage that does not compute it."""
 
-    def __init__(self, block: nn.Module) -> None:
-        self._modules = tuple(block.modules())
-        self._inner = self._modules[1:]
+    def __init__(self, block: nn.Module, looks: Looks) -> None:
+        self._block, self._looks = block, looks
+        self._step = -1
+        self._modules: tuple[nn.Module, ...] = ()
+        self._had: list[tuple[Any, ...]] = []
+        """Their attributes, by which it is alike to others."""
         self._seen: dict[Any, _Seen] = {}
-
-    def forget(self) -> None:
-        """Its code may do something else from now on: a schedule, a configuration, anything that
-        it reads may have changed."""
-        self._seen.clear()
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What `forward` returns of these arguments. NotHere as `forward` raises it."""
+        if self._step != self._looks.step or not self._is_as_it_was():
+            self._compare(forward)
         try:
             leaves, spec = _flattened(args, kwargs)
             key = (spec, _setting(leaves), *map(_described, leaves))
@@ -96,45 +113,41 @@ class RememberedBlock:
         except (Unknown, TypeError):  # a tree whose kind has no hash
             with EmptyIsAbsent():
                 return forward(*args, **kwargs)
-        if seen is not None and self._is_as(seen.attributes):
+        if seen is not None and not any(map(has_hooks, self._modules[1:])):
             for each in seen.draws:
                 draw(each.func, each.args, each.kwargs)
             return _result(seen, leaves)
         return self._look(forward, args, kwargs, leaves, key)
 
+    def _compare(self, forward: Callable[..., Any]) -> None:
+        """Find what was seen of blocks like this one."""
+        self._step, self._modules = self._looks.step, tuple(self._block.modules())
+        self._had = [held_by(module) for module in self._modules]
+        self._seen = self._looks.of(kind_of(self._block, self._modules, forward))
+
+    def _is_as_it_was(self) -> bool:
+        for module, had in zip(self._modules, self._had, strict=True):
+            now = held_by(module)
+            if len(now) != len(had) or not all(map(operator.is_, now, had)):
+                return False
+        return True
+
     def _look(
         self, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: Sequence[Any], key: Any
     ) -> Any:
         """Run it, and remember it if what it does is told by the key."""
-        attributes, chance = self._attributes(), _chance()
+        chance = _chance()
         noting = _Noting(watching())
-        looking = _Looking(noting)
-        with watched_by(noting), _Reading(noting), looking:
+        with watched_by(noting), _Reading(noting), _Looking(noting):
             result = forward(*args, **kwargs)
         is_told = noting.is_by_shape and chance == _chance()
-        if is_told and self._is_as(attributes):
+        if is_told and self._is_as_it_was() and not any(map(has_hooks, self._modules[1:])):
             try:
                 returned, spec = _remembered(result, leaves)
             except Unknown:
                 return result
-            self._seen[key] = _Seen(attributes, returned, spec, tuple(noting.draws))
+            self._seen[key] = _Seen(returned, spec, tuple(noting.draws))
         return result
-
-    def _attributes(self) -> list[tuple[Any, ...]]:
-        return [_attributes_of(module) for module in self._modules]
-
-    def _is_as(self, before: list[tuple[Any, ...]]) -> bool:
-        """The modules have the same attributes, and no hooks that would see a value."""
-        for module, had in zip(self._modules, before, strict=True):
-            now = _attributes_of(module)
-            if len(now) != len(had) or not all(map(operator.is_, now, had)):
-                return False
-        return not any(has_hooks(m) for m in self._inner)
-
-
-def _attributes_of(module: nn.Module) -> tuple[Any, ...]:
-    """With the stand-ins for its parameters and buffers, whose dtype may be another one."""
-    return held_by(module)
 
 
 def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
@@ -145,9 +158,8 @@ def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
 
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
-        is_absent = isinstance(value, Absent)
-        return (is_absent, value.shape, value.stride(), value.dtype, value.requires_grad)
-    if type(value) not in _PLAIN:
+        return described(value)
+    if type(value) not in PLAIN:
         raise Unknown
     return (type(value), value)
 
@@ -176,7 +188,7 @@ def _remembered(result: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], An
             if value.grad_fn is not None or value.requires_grad:
                 raise Unknown
             found.append(value)
-        elif type(value) in _PLAIN:
+        elif type(value) in PLAIN:
             found.append(value)
         else:
             raise Unknown

@@ -21,12 +21,14 @@ from workers.parallel.pipeline.absent import (
     watched_by,
 )
 from workers.parallel.pipeline.chain import Chain, recurrent_in, refresh, wrap_forward
-from workers.parallel.pipeline.remembered import RememberedBlock
+from workers.parallel.pipeline.remembered import Looks, RememberedBlock
 from workers.torch_private.dispatch import tree_flatten, tree_unflatten
 from workers.torch_private.modules import own_buffers, own_parameters
 
 Receive = Callable[[Sequence[Tensor]], list[Tensor]]
 """Gives tensors of these shapes and dtypes from the stage before."""
+Send = Callable[[Sequence[Tensor]], None]
+"""To the stage behind."""
 
 
 @dataclass(slots=True)
@@ -35,10 +37,8 @@ class Crossing:
 
     received: list[Tensor] = field(default_factory=list[Tensor])
     """Those that need a gradient."""
-    sent: list[Tensor] = field(default_factory=list[Tensor])
-    """As the next stage takes them."""
     sent_with_gradient: list[Tensor] = field(default_factory=list[Tensor])
-    """Those of them that a gradient will come back for."""
+    """Those of the sent that a gradient will come back for."""
 
 
 class StageModel:
@@ -51,16 +51,18 @@ class StageModel:
         chain: Chain,
         blocks: range,
         whole: Mapping[str, Tensor] | None = None,
+        looks: Looks | None = None,
     ) -> None:
         """whole: by parameter a tensor of its shape and strides, on any device, where the model's
-        own may be empty."""
+        own may be empty. looks: one for all stages of a rank."""
         self._chain, self.blocks = chain, blocks
         self.buffers = {n for n, block in chain.buffers.items() if block in blocks}
         """That its blocks write."""
         self._blocks = [model.get_submodule(name) for name in chain.names]
         self._stands = _StandIns(model, chain, blocks, whole or {})
+        self._looks = looks or Looks()
         self._remembered = {
-            number: RememberedBlock(block)
+            number: RememberedBlock(block, self._looks)
             for number, block in enumerate(self._blocks)
             if number not in blocks
         }
@@ -86,12 +88,12 @@ class StageModel:
 
     def begin_step(self) -> None:
         """The code of other stages' blocks is looked at again in the forwards that follow."""
-        for remembered in self._remembered.values():
-            remembered.forget()
+        self._looks.forget()
 
-    def begin(self, receive: Receive) -> None:
-        """A forward begins, its randomness has been seeded."""
-        self._receive = receive
+    def begin(self, receive: Receive, send: Send) -> None:
+        """A forward begins, its randomness has been seeded. send: called as soon as there is what
+        the next stage takes: it need not wait for the rest of this forward."""
+        self._receive, self._send = receive, send
         self._draws.enter_context(watched_by(Drawing()))
         self._ran, self._crossing = [], Crossing()
         self._stands.place()
@@ -162,14 +164,16 @@ class StageModel:
         wanted = self._chain.arguments[self.blocks.stop]
         if len(flat) <= max(argument.position for argument in wanted):
             raise self._other_arguments(self.blocks.stop, len(wanted), len(flat))
+        sent: list[Tensor] = []
         for argument in wanted:
             tensor = flat[argument.position]
             if not isinstance(tensor, Tensor) or isinstance(tensor, Absent):
                 raise self._other_arguments(self.blocks.stop, len(wanted), 0)
-            self._crossing.sent.append(tensor)
+            sent.append(tensor)
             if argument.needs_gradient:
                 self._crossing.sent_with_gradient.append(tensor)
             flat[argument.position] = absent_like(tensor)
+        self._send(sent)
         return tree_unflatten(flat, spec)
 
     def _other_arguments(self, block: int, wanted: int, found: int) -> UserError:

@@ -33,6 +33,7 @@ from workers.parallel.pipeline.parts import StageParts
 from workers.parallel.pipeline.passes import StagePasses
 from workers.parallel.pipeline.readers import find_readers
 from workers.parallel.pipeline.reducer import PipelineReducer
+from workers.parallel.pipeline.remembered import Looks
 from workers.parallel.pipeline.rows import SharedRows
 from workers.parallel.pipeline.stage import StageModel
 from workers.parallel.pipeline.stand_in import Announced, StandIns, Structure, places_without
@@ -299,9 +300,9 @@ class Staged(OverShards):
         first, pipeline = position - seat.stage, plan.pipelines[seat.pipeline]
         ranks = mesh.ranks()[first : first + pipeline.depth]
         of_stages = [ranks[pipeline.place_of(stage)] for stage in range(pipeline.num_stages)]
-        model, whole = self.train_state.model, self._parts.whole
+        model, whole, looks = self.train_state.model, self._parts.whole, Looks()
         models = {
-            stage: StageModel(model, chain, pipeline.blocks(stage), whole)
+            stage: StageModel(model, chain, pipeline.blocks(stage), whole, looks)
             for stage in pipeline.stages_at(seat.stage)
         }
         neighbours = Neighbours(links, of_stages, on_lost, self._gathering)

@@ -15,10 +15,12 @@ from weakref import ReferenceType
 import torch
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost, StepCancelled
+from elastic.protocol.messages.to_controller import ScriptSteps
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
 from workers.scripts.default_group import DefaultGroup
 from workers.scripts.in_place import call_state
+from workers.scripts.in_place.applied import Applied
 from workers.scripts.in_place.call_state import CallAgain, CallState, GoOn, InPass, judge
 from workers.scripts.in_place.collective import OwnCollective, plain
 from workers.scripts.in_place.dealing import Loss
@@ -33,7 +35,7 @@ REUSED = 8
 """Units in a row may be of the batches at hand, as those of several models are."""
 FROM_ELSEWHERE = (
     "samples come from no DataLoader: those of a lost rank would be missed; "
-    "elastic.torch.on_missing('survivors') accepts that"
+    "elastic.torch.on_missing(samples='survivors') accepts that"
 )
 AFTER_A_LOSS = "with fewer ranks than it was called with, the script met"
 OTHER_RANKS = "ranks are other members' since the script has called a collective that names some"
@@ -46,6 +48,9 @@ OTHERS = (
 
 class Regrouping(Protocol):
     """What a course asks of its call."""
+
+    generation: int
+    """Today's."""
 
     @property
     def has_changed(self) -> bool:
@@ -65,6 +70,10 @@ class Regrouping(Protocol):
         """Whether a loss can be survived in place, and why not."""
         ...
 
+    def tell_steps(self, said: ScriptSteps) -> None:
+        """To the controller."""
+        ...
+
     def unwind(self) -> NoReturn:
         """The script is to be called again. Raises StepCancelled."""
         ...
@@ -78,7 +87,7 @@ class Stands(Protocol):
     def stand(self) -> InPass: ...
     def lose(self, index: int, number: int, loss: Loss) -> None: ...
     def begin_forward(self) -> None: ...
-    def count(self, *, is_training: bool) -> None: ...
+    def count(self, *, is_training: bool, members: Sequence[int]) -> int: ...
 
 
 class Learns(Protocol):
@@ -95,6 +104,8 @@ class Operations:
     num_done: int = 0
     num_losses: int = 0
     """How often the members have regrouped."""
+    members_before: tuple[int, ...] = ()
+    """Until they have done it last."""
     doing: str = ""
     """One of call_state.py's; empty: none."""
     num_collectives: int = 0
@@ -107,9 +118,11 @@ class Operations:
     """Of the unit at hand: take the sums from this rank of a group."""
     sole: OwnCollective | None = None
     """Of the script's own, if it is the only one under way."""
-    on_missing: str = "restart"
+    sums: str = "restart"
     """What becomes of a sum of the script's own without a lost rank's part: the script is called
     again, or it is the sum of the "survivors"."""
+    samples: str = "restart"
+    """Likewise of samples that come from no DataLoader."""
 
     def end(self, result: Any) -> None:
         """One has ended, here or where it was seen."""
@@ -163,12 +176,14 @@ class Course:
         """Why this call cannot go on in place; empty: it can."""
         self.training = Training()
         self.operations = Operations()
+        self.applied = Applied(group, lambda: regrouping.generation, regrouping.tell_steps)
         self._has_ended = False
         """The script is to be called again, also if it has caught what told it so."""
 
     @property
-    def on_missing(self) -> str:
-        return self.operations.on_missing
+    def sums_survivors(self) -> bool:
+        """A sum of the script's own may be without a lost rank's part."""
+        return self.operations.sums == "survivors"
 
     @property
     def num_models(self) -> int:
@@ -205,6 +220,7 @@ class Course:
     def begin_forward(self) -> None:
         """With gradients: what was delivered until now may be of the next unit."""
         self.training.is_open = True
+        self.applied.begin()
         if self.training.has_new_parameters:
             self.training.has_new_parameters = False
             if any(m.has_others() for model in self.models if (m := model()) is not None):
@@ -212,15 +228,17 @@ class Course:
         for loader in self.loaders:
             loader.begin_forward()
 
-    def end_unit(self, num_refusing: int = 0) -> None:
-        """What was delivered before its forward has counted, the part of every member.
-        num_refusing: members whose refusal not all have heard."""
-        for loader in self.loaders:
-            loader.count(is_training=True)
+    def end_unit(self, size: int, num_refusing: int) -> None:
+        """What was delivered before its forward has counted, the part of every member. size: so
+        many have had one. num_refusing: members whose refusal not all have heard."""
+        has_all = size == len(self.members)
+        members = self.members if has_all else self.operations.members_before
+        used = [loader.count(is_training=True, members=members) for loader in self.loaders]
+        self.applied.end_unit(sum(used))
         training = self.training
         training.is_open = False
         training.num_without_samples += 1
-        if training.num_without_samples > REUSED and self.on_missing != "survivors":
+        if training.num_without_samples > REUSED and self.operations.samples != "survivors":
             self.suspect(FROM_ELSEWHERE)
         if num_refusing and not training.is_refusal_heard:
             self._hear_refusal()
@@ -279,6 +297,7 @@ class Course:
 
     def commit(self, attempt: Callable[[], None]) -> None:
         """The engine's own step, whose vote it rolls forward itself."""
+        self.applied.tell()
         now = self.operations
         now.doing, number = call_state.COMMIT, now.num_done
         while now.num_done == number:
@@ -293,6 +312,11 @@ class Course:
     def count_commit(self) -> None:
         """The step of the engine that was open counts, although it was cancelled here."""
         self.operations.end(self.operations.result)
+
+    def hear_step(self) -> None:
+        """An optimizer has stepped."""
+        if self.operations.doing != call_state.COMMIT:  # the engine's own
+            self.applied.hear_step()
 
     def hear_rank_asked(self) -> None:
         """The script asks for its rank, which may be another one after a loss."""
@@ -335,7 +359,7 @@ class Course:
         self.operations.sole = None
         if not torch.is_grad_enabled():
             for loader in self.loaders:
-                loader.count(is_training=False)
+                loader.count(is_training=False, members=self.members)
 
     def mend_collective(self, error: PeerLost, own: OwnCollective) -> bool:
         """True: it has its result; False: it is to be launched again, over the members that are
@@ -414,12 +438,13 @@ class Course:
         now = self.operations
         what = 'call=%s members=%s regrouped operations=%d doing="%s"'
         log.info(what, self.call, verdict.members, now.num_done, now.doing)
-        self.members = verdict.members
+        now.members_before, self.members = self.members, verdict.members
         now.num_losses += 1
         self.group.replace(group)
         self.seats |= {(size, group.rank()) for size in (self.num_ranks, group.size())}
         if verdict.num_done > now.num_done:
             now.end(verdict.result)
+        self.applied.go_on()
         self._warn_of_size()
 
     def _level_units(self, verdict: GoOn, said: Sequence[CallState | None], group: Group) -> None:

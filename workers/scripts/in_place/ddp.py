@@ -131,7 +131,7 @@ class Replica:
             course.deny(str(error))
         outcome = Outcome(*course.operations.result)
         course.operations.ended = unit.take(outcome, buffers)
-        course.end_unit(outcome.num_refusing)
+        course.end_unit(outcome.size, outcome.num_refusing)
 
     def _buffers(self) -> list[Tensor]:
         module = self._module()

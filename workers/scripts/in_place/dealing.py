@@ -1,6 +1,6 @@
 """Which samples of a pass each member uses: a pure function of the pass and of the losses in it.
 
-Without a loss these are DistributedSampler's batches. After one, what is left of the pass is dealt
+Without a loss these are the sampler's batches. After one, what is left of the pass is dealt
 again over who is left, in the same number of iterations. Who loads the samples is loader.py's.
 
 Members are named by the rank that they had when the script was called; it stays theirs.
@@ -16,7 +16,7 @@ MAX_GROWTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a pass, by the script's DistributedSampler and batch size."""
+    """Of a pass, by the script's sampler and batch size."""
 
     num_positions: int
     """Of all replicas, padding included."""
@@ -25,6 +25,9 @@ class Shape:
     drop_last: bool
     num_carried: int = 0
     """Samples of an earlier pass that had no place in it: at the positions behind the others."""
+    is_in_blocks: bool = False
+    """A replica's positions in an iteration follow one another; else there are those of all others
+    between two of them."""
 
     @property
     def iterations(self) -> int:
@@ -53,18 +56,23 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Regular:
-    """DistributedSampler's own batches."""
+    """The sampler's own batches."""
 
     first: int
     iterations: int
     members: tuple[int, ...]
     shape: Shape
 
-    def share(self, iteration: int, member: int) -> Sequence[int]:
+    def whole(self, iteration: int) -> range:
+        """Of all members."""
         size = self.shape.batch_size * self.shape.replicas
-        begin = iteration * size
-        end = min(begin + size, self.shape.num_dealt)
-        return range(begin + self.members.index(member), end, self.shape.replicas)
+        return range(iteration * size, min((iteration + 1) * size, self.shape.num_dealt))
+
+    def share(self, iteration: int, member: int) -> Sequence[int]:
+        replica, size = self.members.index(member), self.shape.batch_size
+        if self.shape.is_in_blocks:
+            return self.whole(iteration)[replica * size : (replica + 1) * size]
+        return self.whole(iteration)[replica :: self.shape.replicas]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +84,12 @@ class Even:
     members: tuple[int, ...]
     positions: Sequence[int]
 
+    def whole(self, iteration: int) -> Sequence[int]:
+        """Of all members."""
+        return part(self.positions, iteration - self.first, self.iterations)
+
     def share(self, iteration: int, member: int) -> Sequence[int]:
-        of_iteration = part(self.positions, iteration - self.first, self.iterations)
-        return part(of_iteration, self.members.index(member), len(self.members))
+        return part(self.whole(iteration), self.members.index(member), len(self.members))
 
 
 Stretch: TypeAlias = Regular | Even
@@ -107,6 +118,13 @@ class Plan:
     def share(self, iteration: int, member: int) -> Sequence[int]:
         """The positions that a member uses in an iteration."""
         return self.stretch_of(iteration).share(iteration, member)
+
+    def num_used(self, iteration: int, members: Sequence[int]) -> int:
+        """The positions that these use in an iteration, of those that it was dealt for."""
+        stretch = self.stretch_of(iteration)
+        lost = [] if members == stretch.members else set(stretch.members).difference(members)
+        missed = sum(len(stretch.share(iteration, member)) for member in lost)
+        return len(stretch.whole(iteration)) - missed
 
 
 def part(positions: Sequence[int], index: int, num_parts: int) -> Sequence[int]:

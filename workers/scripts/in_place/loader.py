@@ -1,12 +1,11 @@
 """A script's loaders in a call that goes on through losses: what they load is dealt (dealing.py).
 
-A DataLoader whose sampler is torch's DistributedSampler gives that sampler's batches until a member
-is lost; then what nobody has drawn is dealt again, and batches that loader processes have made of
-the old share are dropped. Any other loader of training data refuses: nobody knows whose its samples
+A DataLoader whose sampler is known (sampled.py) gives that sampler's batches until a member is
+lost; then what nobody has drawn is dealt again, and batches that loader processes have made of the
+old share are dropped. Any other loader of training data refuses: nobody knows whose its samples
 are.
 """
 
-import copy
 import logging
 import weakref
 from array import array
@@ -16,28 +15,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from workers.scripts.in_place.call_state import InPass
 from workers.scripts.in_place.course import Course
-from workers.scripts.in_place.dealing import Loss, Plan, Shape, dealt_again, plan_of
+from workers.scripts.in_place.dealing import Loss, Plan, dealt_again, plan_of
+from workers.scripts.in_place.sampled import is_shard, is_shared, sampled
 
 log = logging.getLogger(__name__)
 Iterate = Callable[[Any], Iterator[Any]]
 REMEMBERED = 4
 """Loaders of the script's that are gone: what they have left over may still be used."""
-
-
-def is_dealt(loader: Any, course: Course) -> bool:
-    """Whether its samples can be dealt: they are those of torch's own sampler and batches, shared
-    among the ranks of the call."""
-    return (
-        type(loader.sampler) is DistributedSampler
-        and (loader.sampler.num_replicas, loader.sampler.rank) in course.seats
-        and type(loader.batch_sampler) is BatchSampler
-        and loader.batch_sampler.sampler is loader.sampler
-        and getattr(loader, "in_order", True)
-    )
 
 
 class Dealer:
@@ -91,14 +79,17 @@ class Dealer:
         if self._pass is not None:
             self._pass.forwarded = self._pass.delivered
 
-    def count(self, *, is_training: bool) -> None:
-        """is_training: a unit has ended; else a collective outside of training."""
-        if self._pass is None:
-            return
+    def count(self, *, is_training: bool, members: Sequence[int]) -> int:
+        """is_training: a unit has ended; else a collective outside of training. Gives how many
+        samples of these members have come to count in training."""
+        of = self._pass
+        if of is None:
+            return 0
         if is_training:
-            self._pass.counted = self._pass.forwarded
-        elif not self._pass.is_training:
-            self._pass.counted = self._pass.delivered
+            return of.count(of.forwarded, members)
+        if not of.is_training:
+            of.count(of.delivered, members)
+        return 0
 
     def take_left_over(self) -> list[int]:
         """Of the newest pass; it has no more then."""
@@ -121,15 +112,8 @@ class Pass:
     ) -> None:
         """carried: samples of the pass before. losses: those that others have met in this pass."""
         self._course = course
-        sampler = loader.sampler
-        self._samples = array("q", (*order_of(sampler), *carried))
-        shape = Shape(
-            num_positions=sampler.total_size,
-            replicas=sampler.num_replicas,
-            batch_size=loader.batch_sampler.batch_size,
-            drop_last=loader.batch_sampler.drop_last,
-            num_carried=len(carried),
-        )
+        samples, shape = sampled(loader, len(carried))
+        self._samples = array("q", (*samples, *carried))
         members = losses[0].before if losses else course.members
         self._plan: Plan = plan_of(shape, members, losses)
         self._num_taken = 0
@@ -144,6 +128,8 @@ class Pass:
         self.is_training = True
         self.holds_back = False
         """A loader around this one says what it delivers."""
+        self._draws_ahead = is_shard(loader.batch_sampler)
+        """A loader around this one draws a batch before it delivers the one before."""
         self.has_ended = False
 
     @property
@@ -153,18 +139,22 @@ class Pass:
     def draw(self, batches: Iterator[Any]) -> Any:
         """The next batch of these that is not of a share that was dealt again."""
         self._course.check()
+        if torch.is_grad_enabled():
+            self._course.applied.begin()
         while True:
             try:
                 batch = next(batches)
             except StopIteration:
                 self.has_ended = True
+                if self._draws_ahead:
+                    self.deliver()
                 raise
             iteration = self._loading.popleft()
             if iteration is not None:
                 break
         self.drawn, self.is_training = iteration, torch.is_grad_enabled()
         self._held.append((iteration, self.is_training))
-        if not self.holds_back:
+        if len(self._held) > 1 if self._draws_ahead else not self.holds_back:
             self.deliver()
         return batch
 
@@ -175,6 +165,14 @@ class Pass:
             size = len(self._plan.share(self.delivered, self._course.member))
             if is_training:
                 self._course.add_samples(size / self._plan.shape.batch_size)
+
+    def count(self, until: int, members: Sequence[int]) -> int:
+        """All iterations up to this one have counted. Gives the samples that these members have
+        used in them for training."""
+        new, self.counted = range(self.counted + 1, until + 1), until
+        if not self.is_training:
+            return 0
+        return sum(self._plan.num_used(iteration, members) for iteration in new)
 
     def indices(self) -> Iterator[list[int]]:
         """Of the dataset, for what is loaded next."""
@@ -240,13 +238,6 @@ class Indices:
         return self._of.next_indices()
 
 
-def order_of(sampler: Any) -> list[int]:
-    """The samples of all replicas, padding included: replica r has r, r + replicas and so on."""
-    whole = copy.copy(sampler)
-    whole.num_replicas, whole.rank, whole.num_samples = 1, 0, sampler.total_size
-    return list(iter(whole))
-
-
 class Loaders:
     """Of one call: which of its loaders are dealt."""
 
@@ -263,7 +254,7 @@ class Loaders:
     def iterate(self, loader: DataLoader[Any], rays_own: Iterate) -> Iterator[Any]:
         """What `iter(loader)` gives. rays_own: DataLoader's `__iter__`."""
         self._course.check()
-        if not is_dealt(loader, self._course):
+        if not is_shared(loader, self._course.seats):
             if torch.is_grad_enabled():
                 self._course.suspect("a DataLoader has no DistributedSampler of torch's")
             return rays_own(loader)
@@ -271,9 +262,21 @@ class Loaders:
         opened.holds_back = self._holds_back
         self._opening = (loader.batch_sampler, opened)
         try:
-            return Batches(opened, rays_own(loader))
+            with self._given(loader):
+                return Batches(opened, rays_own(loader))
         finally:
             self._opening = None
+
+    @contextmanager
+    def _given(self, loader: Any) -> Iterator[None]:
+        """Within, the loader asks us for its batches, whatever class its batch sampler is of."""
+        before = loader.batch_sampler
+        if type(before) is not BatchSampler:  # whose own is replaced (seams.py)
+            vars(loader)["batch_sampler"] = Instead(before, self)
+        try:
+            yield
+        finally:
+            vars(loader)["batch_sampler"] = before
 
     def _dealer(self, loader: DataLoader[Any]) -> Dealer:
         if (found := self._dealers.get(loader)) is not None:
@@ -318,6 +321,20 @@ class Loaders:
     def _tell_unused(self, dealers: Iterable[Dealer]) -> None:
         if left := sum(len(dealer.take_left_over()) for dealer in dealers):
             log.warning("%d samples of lost ranks were used in no pass: none followed", left)
+
+
+class Instead:
+    """Of a batch sampler; DataLoader's iterators may keep it for other passes."""
+
+    def __init__(self, batch_sampler: Any, loaders: Loaders) -> None:
+        self._batch_sampler, self._loaders = batch_sampler, loaders
+
+    def __iter__(self) -> Iterator[list[int]]:
+        found = self._loaders.indices_of(self._batch_sampler)
+        return iter(self._batch_sampler) if found is None else found
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler)
 
 
 def deliver(batches: Any) -> None:

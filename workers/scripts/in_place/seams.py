@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from workers.scripts.in_place.course import Course
@@ -49,6 +50,7 @@ def standing_in(course: Course, loaders: Loaders) -> Iterator[None]:
         for owner, name, value in seams:
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(hearing_of_parameters(course))
+        stack.callback(register_optimizer_step_post_hook(hearing_of_steps(course)).remove)
         yield
 
 
@@ -212,6 +214,19 @@ def refused(course: Course, owner: Any, name: str, why: str) -> Callable[..., An
         return torchs_own(self, *args, **named)
 
     return call
+
+
+def hearing_of_steps(course: Course) -> Callable[..., None]:
+    """A hook of all optimizers."""
+    hear_compiled = uncompiled(course.hear_step)
+
+    def hear(*_: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            hear_compiled()
+        else:
+            course.hear_step()
+
+    return hear
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.protocol.errors import PeerLost, in_words
+from elastic.protocol.messages.to_controller import ScriptSteps
 from workers.distributed.process_group import Alone, Group
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.in_place.course import Course
@@ -22,7 +23,7 @@ from workers.torch_private.version import untested
 class Nobody:
     """The call of a lone rank, which loses nobody."""
 
-    has_changed = False
+    has_changed, generation = False, 0
 
     def regroup(self, error: PeerLost | None) -> Group | None:
         raise AssertionError("a lone rank lost a peer")
@@ -31,6 +32,8 @@ class Nobody:
         raise AssertionError(why)
 
     def say_level(self, level: int, reason: str) -> None: ...
+
+    def tell_steps(self, said: ScriptSteps) -> None: ...
 
     def unwind(self) -> NoReturn:
         raise AssertionError("nobody calls it again")

@@ -1,0 +1,90 @@
+"""`AppliedSteps`: metrics.jsonl of a script's run, a line for each step of its optimizers.
+
+Lines come by calls of the script, and may come more than once; each is written once, in order. What
+they say is told by workers/scripts/in_place/applied.py. The engine's own steps, which are a
+script's reports, are in commits.jsonl (run_directory.py).
+"""
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic.protocol.step_record import StepMetrics
+from elastic.store.files import Folder, encode
+from elastic.store.journal import LineFile, lines_backwards
+from elastic.store.run_directory import ROLLED_BACK
+from elastic.store.step_lines import end_of_step, end_without_moved, step_of
+
+NAME = "metrics.jsonl"
+
+
+class AppliedSteps:
+    """The file, and the one of lines that were moved aside."""
+
+    def __init__(self, directory: Path, remote: Folder | None, lock: threading.Lock) -> None:
+        """Ends a roll back that a crash has interrupted. remote: where storage cannot append. lock:
+        who brings lines over holds it."""
+        self._directory, self._remote, self._lock = directory, remote, lock
+        self.lines = LineFile(directory / NAME, remote)
+        is_there = (directory / ROLLED_BACK).exists()
+        if not is_there and remote is not None:
+            is_there = any(name.startswith(ROLLED_BACK) for name in remote.names())
+        self.moved = LineFile(directory / ROLLED_BACK, remote) if is_there else None
+        if self.moved is not None:
+            cut = end_without_moved(self.lines.path, self.moved.path)
+            if cut < self.lines.path.stat().st_size:
+                self.lines.truncate_here(cut)
+        self.last, self._generation = self._end()
+        """The step of the last line, and its generation."""
+        self._call = 0
+        """The newest that has told of steps."""
+
+    @property
+    def files(self) -> tuple[LineFile | None, ...]:
+        """In the order in which they are closed."""
+        return (self.moved, self.lines)
+
+    def record(self, call: int, base: int, steps: Sequence[StepMetrics]) -> list[StepMetrics]:
+        """Those that are new, which are on record now.
+
+        call: the generation in which the call of the script has begun that they are of. base: it
+        has begun behind so many steps; later ones on record, of calls before it, move aside.
+        """
+        if call < self._call:  # of a rank that was lost, late
+            return []
+        self._call = call
+        if base < self.last and self._generation < call:
+            with self._lock:
+                self._go_back(base)
+        new = [step for step in steps if step.step > self.last]
+        for step in new:
+            self.lines.keep(encode(step.to_line()) + b"\n")
+        if new:
+            self.last, self._generation = new[-1].step, new[-1].generation
+        self.lines.write()
+        return new
+
+    def upload(self) -> None:
+        """Lines that were moved aside come first: nobody could tell them from newer ones."""
+        if self.moved is not None:
+            self.moved.upload()
+        self.lines.upload()
+
+    def _go_back(self, step: int) -> None:
+        self.lines.write()
+        end = end_of_step(self.lines.path, step)
+        with self.lines.path.open("rb") as file:
+            file.seek(end)
+            later = file.read()
+        if self.moved is None:
+            self.moved = LineFile(self._directory / ROLLED_BACK, self._remote, is_new=True)
+        self.moved.keep(later)
+        self.moved.sync()
+        self.lines.truncate_here(end)
+        self.last, self._generation = self._end()
+
+    def _end(self) -> tuple[int, int]:
+        for _, raw in lines_backwards(self.lines.path):
+            return step_of(self.lines.path, raw), int(json.loads(raw).get("generation", 0))
+        return 0, 0

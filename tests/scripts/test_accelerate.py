@@ -1,0 +1,122 @@
+"""Batches that are dealt as Accelerate deals them go on in place. Accelerate is not installed where
+tests run: its sampler and its loader, which draws one batch ahead, are of the same shape here."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+
+from tests.scripts.test_course import BATCH, SAMPLES, Uses, in_place, kill, used
+from workers.scripts.in_place.dealing import plan_of
+from workers.scripts.in_place.sampled import is_shared, sampled
+
+RANKS = 3
+
+
+class BatchSamplerShard(BatchSampler):
+    """Each process has every so-many-th batch of another sampler, or its part of each batch; the
+    last ones are filled from the first."""
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int,
+        process_index: int,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler, self.even_batches = batch_sampler, even_batches
+        self.num_processes, self.process_index = num_processes, process_index
+        self.split_batches = split_batches
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size, drops = self.batch_sampler.batch_size, self.batch_sampler.drop_last
+        size //= self.num_processes if self.split_batches else 1
+        samples = [sample for batch in self.batch_sampler for sample in batch]
+        of_all = size * self.num_processes
+        missing = 0 if drops else -len(samples) % of_all
+        samples += (samples * of_all)[:missing]
+        for begin in range(self.process_index * size, len(samples) // of_all * of_all, of_all):
+            yield samples[begin : begin + size]
+
+
+def prepared(rank: int, samples: int = SAMPLES, batch_size: int = BATCH, **settings: Any) -> Any:
+    """As Accelerate makes it of a script's own loader."""
+    dataset = TensorDataset(torch.arange(samples))
+    generator = torch.Generator().manual_seed(1)
+    own = DataLoader(
+        dataset,
+        batch_size,
+        shuffle=True,
+        generator=generator,
+        drop_last=settings.pop("drop_last", False),
+    )
+    shard = BatchSamplerShard(own.batch_sampler, RANKS, rank, **settings)
+    return DataLoader(dataset, batch_sampler=shard)
+
+
+def ahead(loader: Any) -> Iterator[Any]:
+    """It knows of each batch whether it is the last one."""
+    batches = iter(loader)
+    current = next(batches)
+    while True:
+        try:
+            following = next(batches)
+        except StopIteration:
+            yield current
+            return
+        yield current
+        current = following
+
+
+@pytest.mark.parametrize("split_batches", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("samples", [3, 36, 38])
+def test_without_a_loss_each_rank_has_the_batches_of_its_shard(samples, drop_last, split_batches):
+    settings = {"samples": samples, "drop_last": drop_last, "split_batches": split_batches}
+    found, shape = sampled(prepared(0, **settings), 0)
+    plan = plan_of(shape, (0, 1, 2))
+    for rank in range(RANKS):
+        own = list(iter(prepared(rank, **settings).batch_sampler))
+        shares = [plan.share(iteration, rank) for iteration in range(plan.iterations)]
+        assert [[found[position] for position in share] for share in shares] == own
+
+
+def test_which_loaders_are_known_to_be_shared():
+    seats = {(RANKS, 1)}
+    assert is_shared(prepared(1), seats)
+    assert not is_shared(prepared(2), seats), "another rank's"
+    assert not is_shared(prepared(1, even_batches=False), seats), "some ranks have a batch less"
+
+    class Own(torch.utils.data.SequentialSampler):
+        """Whether it gives the same order on all ranks is not known."""
+
+    loader = prepared(1)
+    loader.batch_sampler.batch_sampler.sampler = Own(loader.dataset)
+    assert not is_shared(loader, seats)
+
+
+@pytest.mark.parametrize("lost_at", [1, 3], ids=["in the middle", "in the last iteration"])
+def test_a_loss_in_the_middle_of_a_pass_leaves_each_sample_to_be_used_once(lost_at):
+    def script(index: int) -> Any:
+        net, loader = Uses(), prepared(dist.get_rank())
+        model, steps = DistributedDataParallel(net), 0
+        for _ in range(2):
+            for (samples,) in ahead(loader):
+                loss = model(samples)
+                if (index, steps) == (1, lost_at):
+                    loss.register_hook(lambda _: kill())
+                loss.backward()
+                net.count()
+                steps += 1
+        course: Any = dist.group.WORLD.course  # type: ignore[union-attr]
+        return used([net]), steps, course.refusal
+
+    assert in_place(1, script) == [([[2.0] * SAMPLES], 8, "")] * 2

@@ -1,0 +1,100 @@
+"""Steps of a script's optimizers, in a call that goes on through losses: lines of metrics.jsonl.
+
+All members count alike, and the lowest rank tells the controller now and then. How each line comes
+to be on record once is elastic/store/applied_steps.py's.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from elastic.protocol.messages.to_controller import ScriptSteps
+from elastic.protocol.step_record import StepMetrics
+
+TOLD_EVERY_S = 0.25
+AGAIN_S, MOST_KEPT = 10.0, 4096
+"""Steps of so many seconds, at most so many, are told again by the lowest rank that is left: what
+a lost one has told may not have come."""
+
+
+class Members(Protocol):
+    """The group at hand."""
+
+    def size(self) -> int: ...
+
+
+class Applied:
+    """Of one call, on one member."""
+
+    def __init__(
+        self, members: Members, generation: Callable[[], int], tell: Callable[[ScriptSteps], None]
+    ) -> None:
+        """generation: today's. tell: the controller, if this is the lowest rank."""
+        self._members, self._generation, self._tell = members, generation, tell
+        self._call, self._base = generation(), 0
+        self.steps = self.samples = 0
+        """So far, with those that were on record when the call began."""
+        self._num_units = self._fresh = 0
+        """Since the last step, and the samples that were used in them."""
+        self._lines: deque[StepMetrics] = deque(maxlen=MOST_KEPT)
+        self._told, self._told_at = 0, time.monotonic()
+        """The last step that needs no telling."""
+        self._began: float | None = None
+        """When work on the step at hand did; None: it has not."""
+
+    def begin_at(self, steps: int, samples: int) -> None:
+        """So many come before the call's own."""
+        self._base = self._told = self.steps = steps
+        self.samples = samples
+
+    def begin(self) -> None:
+        """A batch to train on is asked for, or a forward begins."""
+        if self._began is None:
+            self._began = time.monotonic()
+
+    def end_unit(self, samples: int) -> None:
+        """Gradients have met that come of so many samples of all members, used for the first
+        time."""
+        self._num_units += 1
+        self._fresh += samples
+
+    def hear_step(self) -> None:
+        """An optimizer has stepped. Of several that step between two units it is one step."""
+        if not self._num_units:
+            return
+        now = time.monotonic()
+        self.steps += 1
+        self.samples += self._fresh
+        self._lines.append(
+            StepMetrics(
+                step=self.steps,
+                time=time.time(),
+                loss=None,
+                generation=self._generation(),
+                world_size=self._members.size(),
+                samples=self.samples,
+                step_s=now - (self._began or now),
+                applied=True,
+                user={},
+            )
+        )
+        self._num_units, self._fresh, self._began = 0, 0, None
+        if now - self._told_at >= TOLD_EVERY_S:
+            self.tell()
+
+    def tell(self) -> None:
+        """What is not told yet."""
+        new = tuple(line for line in self._lines if line.step > self._told)
+        self._told, self._told_at = self.steps, time.monotonic()
+        if new:
+            self._tell(ScriptSteps(self._call, self._base, new))
+
+    def go_on(self) -> None:
+        """A loss is survived. Work on the step at hand counts from here."""
+        if self._began is not None:
+            self._began = time.monotonic()
+        since = time.time() - AGAIN_S
+        self._told = min(
+            (line.step - 1 for line in self._lines if line.time >= since), default=self._told
+        )
