@@ -82,11 +82,19 @@ PYTHON: dict[str, tuple[type, ...]] = {
 def expanded(arguments: Sequence[str]) -> list[str]:
     """The command line with a job file's options in its place; as it is where it names none.
 
-    WrongInput if the file cannot be read, has an unknown key or a value of another kind.
+    WrongInput for neither a class nor a job file, and for one that cannot be read, has an unknown
+    key or a value of another kind.
     """
-    if len(arguments) < 2 or arguments[0] not in COMMANDS or not arguments[1].endswith(ENDINGS):
+    if len(arguments) < 2 or arguments[0] not in COMMANDS:
         return list(arguments)
     command, path, *given = arguments
+    if not path.endswith(ENDINGS):
+        if ":" not in path and not path.startswith("-"):  # before options are missed
+            raise WrongInput(
+                f"TARGET {path!r} names no class and no job file: write package.module:Class, "
+                "path/to/file.py:Class or path/to/elastic.yaml"
+            )
+        return list(arguments)
     return [command, *options_of(Path(path), command, given), *given]
 
 

@@ -128,3 +128,9 @@ def test_what_is_kept_of_checkpoints_is_an_option(text, kept):
     assert parse_keep(text) == kept
     with pytest.raises(WrongInput, match="give a number or LAST,EVERY"):
         parse_keep(f"{text},x")
+
+
+def test_a_target_that_names_nothing_is_told_before_options_are_missed(capsys):
+    for words in (["run", "job.yamll"], ["run", "job", "--steps", "3"], ["submit", "job.py"]):
+        assert main(words) == 2
+        assert "names no class and no job file" in capsys.readouterr().err
