@@ -115,14 +115,14 @@ class Worker:
     """A worker's process. Make it and call `run` in the main thread."""
 
     _built: Built | None = None
+    _uploader: LogUploader | None = None
+    """Where the run directory is a bucket."""
     _device, _gpu_name = torch.device("cpu"), "cpu"
 
     def __init__(self, spec: WorkerSpec, workload: bytes, around: Around) -> None:
         """workload: a pickle of (workload, loop or None), made by the driver."""
         self._spec, self._pickled, self._around = spec, workload, around
         self._log = WorkerLog(worker_name(spec.worker))
-        self._uploader: LogUploader | None = None
-        """Where the run directory is a bucket."""
         self._is_warm = False
         self._returned_at = spec.steps
         """Committed steps when the user's loop has returned last; before that the run's."""
