@@ -104,9 +104,10 @@ def serve(listener: socket.socket, parent: int | None = None) -> Order:
             for file in files:
                 os.close(file)
             asked[pid] = connection
-            with contextlib.suppress(OSError):  # who asked has been killed
-                if order.group is not None:  # its own, which must not end before the child is in
+            if order.group is not None:  # of who asked, which must not end before the child is in
+                with contextlib.suppress(OSError):  # who asked has been killed, or the child
                     os.setpgid(pid, order.group)
+            with contextlib.suppress(OSError):  # who asked has been killed
                 connection.sendall(b"%d" % pid)
 
 
