@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import threading
 from math import inf
 from pathlib import Path
