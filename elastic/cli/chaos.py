@@ -45,6 +45,8 @@ Report = Annotated[
 ]
 DEFAULT_REPORT = "chaos-report"
 LOOK_EVERY_S = 0.05
+DRIVER_GONE_S = 10.0
+"""Who has started both says first why the run did not begin, and ends us."""
 
 
 @app.command()
@@ -74,7 +76,7 @@ def run(
             from elastic.on_ray.driver import remote_faults
 
             remote_faults.join(address)
-        wait_for_run(folder, run_dir, wait_s)
+        wait_for_run(folder, run_dir, wait_s, driver_pid)
     plan = make_plan(chosen, num_workers_of(folder, run_dir))
     if dry_run:
         for strike in plan:
@@ -112,12 +114,21 @@ def num_workers_of(folder: Folder, run_dir: str) -> int:
     return bounds if isinstance(bounds, int) else bounds[1]
 
 
-def wait_for_run(folder: Folder, run_dir: str, wait_s: float) -> None:
-    """Until it has a directory. WrongInput if it has none after so many seconds."""
+def wait_for_run(
+    folder: Folder, run_dir: str, wait_s: float, driver_pid: int | None = None
+) -> None:
+    """Until it has a directory. WrongInput if it has none after so many seconds, or DRIVER_GONE_S
+    after the end of its driver."""
     deadline = time.monotonic() + wait_s
+    there_at = time.monotonic()
     while not folder.exists("config.json"):
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if driver_pid is None or Path(f"/proc/{driver_pid}").exists():
+            there_at = now
+        if now > deadline:
             raise WrongInput(f"{run_dir}: no run began within {wait_s:g} s")
+        if now > there_at + DRIVER_GONE_S:
+            raise WrongInput(f"{run_dir}: no run began, and its driver has ended")
         time.sleep(LOOK_EVERY_S)
 
 

@@ -33,8 +33,6 @@ from elastic.store.files import first_line, open_folder, read_json, write_local
 
 WRONG_INPUT = 2
 PAGE = "experiment.html"
-WAIT_S = 86400.0
-"""So long a run's faults wait for it to begin."""
 END_S = 60.0
 """So long a run that is asked to stop may take, and a report of faults behind the run's end."""
 FIXED = ("target", "arguments", "place", "name", "cluster", "pip", "uv", "env", "address")
@@ -178,13 +176,14 @@ def options_of(condition: Condition) -> list[str]:
 def start_faults(
     sweep: Sweep, point: Point, directory: Path, driver_pid: int, started: "Start"
 ) -> subprocess.Popen[bytes] | None:
-    """At once: they wait for the run's first step themselves. None without a scenario."""
+    """At once: they wait for the run's first step themselves, as long as its driver waits for
+    machines. None without a scenario."""
     if point.condition.scenario == NO_FAULTS:
         return None
     words = ["chaos", point.condition.scenario, str(directory), "--seed", str(point.seed)]
     address = read_job(sweep.job).get("resources", {}).get("address")
     words += ["--address", address] if address else []
-    return started([*words, "--driver-pid", str(driver_pid), "--wait", str(WAIT_S)])
+    return started([*words, "--driver-pid", str(driver_pid), "--wait", "inf"])
 
 
 class Start:

@@ -6,6 +6,7 @@ Carrying it out is elastic/cli/experiment.py's.
 import hashlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,11 @@ class Condition:
     def __str__(self) -> str:
         return ", ".join([Path(self.scenario).stem, *(f"{k}={v}" for k, v in self.options)])
 
+    @property
+    def slug(self) -> str:
+        """As text, for names of files. Other conditions may have the same."""
+        return re.sub(r"[^a-zA-Z0-9.]+", "-", str(self)).strip("-.")[:80] or "run"
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -49,13 +55,17 @@ class Point:
     condition: Condition
     seed: int
     """Of the scenario."""
+    is_alike: bool = False
+    """Another condition of the sweep has the same slug."""
 
     @property
     def name(self) -> str:
-        """Of its run directory: for people, and another one for every point."""
-        told = re.sub(r"[^a-zA-Z0-9.]+", "-", str(self.condition)).strip("-")[:80]
-        digest = hashlib.blake2b(repr(self.condition).encode(), digest_size=3).hexdigest()
-        return f"{told}-{digest}-seed{self.seed}"
+        """Of its run directory: for people, and another one for every point of a sweep."""
+        told = self.condition.slug
+        if self.is_alike:
+            content = repr(self.condition).encode()
+            told += f"-{hashlib.blake2b(content, digest_size=3).hexdigest()}"
+        return f"{told}-seed{self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +83,12 @@ class Sweep:
     @property
     def points(self) -> list[Point]:
         """Seed by seed, so that whoever ends it early has some of every condition."""
-        return [Point(condition, seed) for seed in self.seeds for condition in self.conditions]
+        slugs = Counter(condition.slug for condition in self.conditions)
+        return [
+            Point(condition, seed, is_alike=slugs[condition.slug] > 1)
+            for seed in self.seeds
+            for condition in self.conditions
+        ]
 
 
 def read_sweep(path: Path) -> Sweep:

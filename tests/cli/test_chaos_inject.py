@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import subprocess
 import threading
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,11 @@ def test_faults_wait_for_their_run_to_begin():
     assert folder.looks == 4
     with pytest.raises(WrongInput, match="runs/x: no run began within 0 s"):
         wait_for_run(BeginsLater(), "runs/x", 0)
+
+
+def test_faults_do_not_wait_when_the_driver_of_their_run_has_ended(tmp_path, monkeypatch):
+    driver = subprocess.Popen(["true"])
+    driver.wait(60)
+    monkeypatch.setattr("elastic.cli.chaos.DRIVER_GONE_S", 0.1)
+    with pytest.raises(WrongInput, match="runs/x: no run began, and its driver has ended"):
+        wait_for_run(open_folder(str(tmp_path)), "runs/x", inf, driver.pid)

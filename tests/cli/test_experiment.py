@@ -1,5 +1,6 @@
 """`elastic experiment`: what a sweep means, what is refused, and what is made of its runs."""
 
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -57,9 +58,20 @@ def test_every_condition_runs_once_with_the_first_seed_before_the_second(sweep_o
     names = capsys.readouterr().out.split()
     assert len(set(names)) == len(names) == 16
     assert [name.rpartition("seed")[2] for name in names] == ["0"] * 8 + ["1"] * 8
-    assert names[0].startswith("none-reduction-fast-standby-0-")
-    assert names[7].startswith("spot-storm-reduction-bitwise-standby-1-")
+    assert names[0] == "none-reduction-fast-standby-0-seed0"
+    assert names[7] == "spot-storm-reduction-bitwise-standby-1-seed0"
     assert not (sweep_of().parent / "out").exists()
+
+
+def test_conditions_that_are_called_alike_have_directories_of_their_own(sweep_of, tmp_path):
+    for folder in ("", "other/"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / f"{folder}kill.yaml").write_text("faults: [{what: kill, when: {step: 2}}]")
+    text = "job: elastic.yaml\nplace: out\nscenarios: [none, kill.yaml, other/kill.yaml]\n"
+    calm, *alike = [point.name for point in read_sweep(sweep_of(text)).points]
+    assert calm == "none-seed0"
+    assert len(set(alike)) == 2
+    assert all(re.fullmatch("kill-[0-9a-f]{6}-seed0", name) for name in alike)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +123,7 @@ def test_what_ended_is_not_run_again_and_what_was_cut_off_keeps_its_directory(
     out = capsys.readouterr().out
     assert "1 of 3 runs are in" in out
     assert "[3/3] none, seed 2: succeeded in 10.0 s, 0 faults, 0 steps lost, goodput 50.0 %" in out
-    first, second = (name.rpartition("seed")[2] for name in ran[:2]), ran[2:]
-    assert [*first] == ["0", "1"]
-    assert second == [f"{ran[1]}.2", ran[0].replace("seed0", "seed2")]
+    assert ran == ["none-seed0", "none-seed1", "none-seed1.2", "none-seed2"]
     rows = results.read_results(place, results.columns_of(read_sweep(path).conditions))
     assert [row["seed"] for row in rows] == ["0", "1", "2"]
 

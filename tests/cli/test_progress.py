@@ -102,6 +102,20 @@ def test_the_last_line_tells_the_world_size_that_the_run_ended_with(tmp_path):
     assert "finished, 2 workers" in shown[True]
 
 
+def test_a_script_s_steps_have_a_speed_and_neither_loss_nor_end(tmp_path):
+    lines = [{**METRICS, "step": n, "time": 5.0 + n / 4, "loss": None} for n in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    script = {**STATUS, "steps": 10**9, "level": 1, "level_reason": ""}
+    write_json(open_folder(str(tmp_path)), "status.json", script)
+    text = io.StringIO()
+    progress = Progress(Console(file=text, force_terminal=False, width=200))
+    look(progress, tmp_path)
+    progress.close()
+    assert text.getvalue() == (
+        "00:00:05 step=3/1000000000 loss=- step_s=0.100 steps_per_s=4.0 world_size=2 generation=1\n"
+    )
+
+
 def test_what_is_read_is_shown_without_a_total_where_none_is_known(capsys):
     for size_bytes, said in ((None, "38.4 kB"), (38_400, "38.4/38.4 kB")):
         with progress_bar("step 3", size_bytes) as on_bytes:

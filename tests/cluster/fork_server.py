@@ -45,10 +45,10 @@ IDLE_S = 30.0
 LOOK_S = 2.0
 START_S = 60.0
 """For one to import Ray, on a machine that is busy."""
-OF_ONE_TEST = "PYTEST_CURRENT_TEST"
-"""The one variable that no program reads, and every test has another one."""
 NETWORK = "FORK_NETWORK"
 """The environment variable that names the file of the network namespace where programs run."""
+OWN = {NETWORK, "PYTEST_CURRENT_TEST", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_TMPDIR"}
+"""Variables that nobody reads while Ray is imported: tests, jobs and nodes differ in them."""
 CLONE_NEWNET = 0x40000000
 
 
@@ -92,6 +92,9 @@ def serve(listener: socket.socket, parent: int | None = None) -> Order:
         if listener in ready:
             connection = listener.accept()[0]
             content, files, _, _ = socket.recv_fds(connection, MAX_ORDER_BYTES, 3)
+            if not content:  # who was to ask has been killed before
+                connection.close()
+                continue
             order = Order(*json.loads(content))
             pid = os.fork()
             if pid == 0:
@@ -101,9 +104,10 @@ def serve(listener: socket.socket, parent: int | None = None) -> Order:
             for file in files:
                 os.close(file)
             asked[pid] = connection
-            with contextlib.suppress(OSError):  # who asked has been killed
-                if order.group is not None:  # its own, which must not end before the child is in
+            if order.group is not None:  # of who asked, which must not end before the child is in
+                with contextlib.suppress(OSError):  # who asked has been killed, or the child
                     os.setpgid(pid, order.group)
+            with contextlib.suppress(OSError):  # who asked has been killed
                 connection.sendall(b"%d" % pid)
 
 
@@ -220,7 +224,7 @@ def send_to_ray(
     address: str, order: Order, files: tuple[int, int, int]
 ) -> tuple[socket.socket, int]:
     """As `send`, to the server that has imported Ray in this environment, started if need be."""
-    about = sorted((k, v) for k, v in order.env.items() if k != OF_ONE_TEST)
+    about = sorted((k, v) for k, v in order.env.items() if k not in OWN)
     of_env = f"{address}-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
     deadline, is_asked = time.monotonic() + START_S, False
     while True:

@@ -1,6 +1,5 @@
 """The commands of the tutorials and of the examples run as they are printed, on one Ray."""
 
-import glob
 import json
 import re
 import shlex
@@ -22,6 +21,8 @@ NOT_HERE = ("python -m venv", "source ", "pip install", "make demo", "ray start"
 """Their beginnings: an environment (tests/test_packaging.py installs the wheel), the demo
 (tests/cli/test_demo.py) and clusters, which are one here."""
 BUCKET = "s3://my-bucket/"
+PATIENCE_S = 300.0
+"""For one command: an experiment is two runs, on a machine that is busy."""
 
 
 class Command(NamedTuple):
@@ -45,10 +46,9 @@ def carry_out(tmp_path, ray_temp, shared_head):
 
     def run(command: Command) -> Ended:
         (program, *words), how = command.words, {"folder": tmp_path}
-        words = [w for word in words for w in sorted(glob.glob(word, root_dir=tmp_path)) or [word]]
         match program:
             case "elastic":
-                done = elastic(env, *words, **how)
+                done = elastic(env, *words, patience_s=PATIENCE_S, **how)
             case "pytest":
                 done = python(env, "-m", "pytest", "-p", "no:cacheprovider", *words, **how)
             case _:
@@ -76,11 +76,10 @@ def test_an_experiment_is_explained_on_the_days_after_it(carry_out, tmp_path):
     for page in WEEK[4:]:
         for command in commands_of(page):
             told[" ".join(command.words[1:3])] = carry_out(command).stdout
-    assert "every decision is the same again" in told["replay results/kill-*-seed0"]
+    assert "every decision is the same again" in told["replay results/kill-seed0"]
     hashes = {read(path)["weights_sha256"] for path in tmp_path.glob("results/*/result.json")}
     assert len(hashes) == 1, "a kill and no kill: the same weights"
-    (killed,) = tmp_path.glob("results/kill-*-seed0")
-    assert len(read(killed / "result.json")["recoveries"]) == 1
+    assert len(read(tmp_path / "results/kill-seed0/result.json")["recoveries"]) == 1
     assert (tmp_path / "report.html").stat().st_size > 100_000
 
 

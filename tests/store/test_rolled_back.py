@@ -17,6 +17,7 @@ from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.protocol.manifest import MANIFEST
 from elastic.protocol.messages.to_controller import Committed
+from elastic.protocol.step_record import SampleRecord, StepMetrics, StepRecord
 from elastic.store import claim, run_directory
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import Folder
@@ -78,6 +79,11 @@ def line(step: int, generation: int) -> dict[str, Any]:
     """A step that a generation reports; each does it with other samples here."""
     done = {**metrics(step), "generation": generation}
     return {"metrics": done, "samples": {**samples(step), "sha256": f"by {generation}"}}
+
+
+def said(step: int, generation: int) -> StepRecord:
+    done = line(step, generation)
+    return StepRecord(StepMetrics(**done["metrics"]), SampleRecord(**done["samples"]))
 
 
 def record(run: RunDirectory, generation: int, steps: range) -> None:
@@ -148,7 +154,9 @@ def workers_say(run: RunDirectory, steps: range) -> None:
     async def hear() -> None:
         kept = SimpleNamespace(
             roll_back=run.roll_back,
-            record_step=lambda said: run.record_step(said["metrics"], said["samples"]),
+            record_step=lambda said: run.record_step(
+                said.metrics.to_line(), said.samples.to_line()
+            ),
             note=print,
         )
         host = SimpleNamespace(record=kept, on_unprotected=None)
@@ -157,10 +165,10 @@ def workers_say(run: RunDirectory, steps: range) -> None:
         cluster = RayCluster("token", 3.0, cast(Any, None), calls, cast(Any, host), clock)
         last = read_lines(run.folder, "metrics.jsonl")[-1]
         cluster.take_over(run.place, run.last_step, last, has_formed=True)
-        lines = [line(step, 2) for step in steps]
+        lines = [said(step, 2) for step in steps]
         for _ in range(2):  # whoever is the lowest rank next repeats them
             if lines:
-                cluster.progress.commits.hear(Committed(2, 0, tuple(lines), vote={}))
+                cluster.progress.commits.hear(Committed(2, 0, tuple(lines), vote=None))
         calls.close()
 
     asyncio.run(hear())

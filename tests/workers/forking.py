@@ -8,8 +8,11 @@ import multiprocessing
 from multiprocessing.context import ForkServerContext
 
 PRELOADED = [
-    *("torch._dynamo", "torch.distributed.fsdp", "tests.workers.sharded_rig"),
-    "tests.scripts.ray_alone",
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.profiler._cupti_monitor", "pytest"),
+    *("workers.worker", "workers.backup.server", "workers.parallel.hsdp"),
+    *("workers.parallel.fsdp_grad_op", "workers.parallel.pipeline.strategy"),
+    *("tests.workers.sharded_rig", "tests.workers.pipeline_models", "tests.device.build"),
+    *("tests.scripts.ray_alone", "tests.workers.preloaded"),
 ]
 
 

@@ -39,7 +39,7 @@ class Trained:
     """A model, and its steps by SGD in stages."""
 
     def __init__(self, case: Case, dtype: torch.dtype | None = None) -> None:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.case, self.model = case, case.build()
         self.casting = Casting(self.model, dtype)
         if dtype is not None:
@@ -126,7 +126,7 @@ class Trained:
 
     def _pass(self, passes: StagePasses, i: int, num_left: int) -> float:
         self.buffers.begin_microbatch()
-        torch.manual_seed(7 + i)
+        torch.default_generator.manual_seed(7 + i)
         passes.before_forward(i)
         returned = self.case.loss(self.model, self.batches[i])
         loss = passes.loss_of(returned)
@@ -162,7 +162,7 @@ def plain(case: Case, num_steps: int) -> Trained:
         trained.buffers.begin_step()
         for i in range(count):
             trained.buffers.begin_microbatch()
-            torch.manual_seed(7 + i)
+            torch.default_generator.manual_seed(7 + i)
             returned = case.loss(trained.model, trained.batches[i])
             total = returned[0] if isinstance(returned, tuple) else returned
             reducer.before_backward(i == count - 1)
