@@ -17,10 +17,10 @@ from tests.cluster.shared_head import UNPREPARED, SharedHead
 
 SHARED_STEPS, HASHED_EVERY = 100, 10
 SLOWEST = (
-    *("test_submit", "test_stages", "test_experiment", "test_script", "test_autoscaling"),
-    *("test_first_week", "test_hangs", "test_stop", "test_spot", "test_hosts", "test_bits"),
+    *("test_submit", "test_stop", "test_stages", "test_first_week", "test_script"),
+    *("test_autoscaling", "test_hangs", "test_experiment", "test_spot", "test_hosts", "test_bits"),
     *("test_object_store", "test_checkpoints", "test_drain", "test_feed", "test_feed_nodes"),
-    *("test_scale", "test_readme", "test_sharded"),
+    *("test_controller_death", "test_chaos", "test_scale", "test_readme", "test_sharded"),
 )
 TOGETHER = {
     "test_submit": "jobs",

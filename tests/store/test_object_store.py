@@ -13,7 +13,7 @@ import pytest
 from elastic.controller.publisher import Checkpoints
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.layout import whole
-from elastic.protocol.manifest import MANIFEST
+from elastic.protocol.manifest import MANIFEST, Part, SavedPart
 from elastic.store.catalogue import Catalogue, file_name, newest_good
 from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import Folder, open_folder, place_of, read_json
@@ -225,28 +225,22 @@ def test_a_manifest_that_cannot_be_written_is_no_checkpoint_and_goes_with_the_ne
     catalogue = Catalogue(run.folder.at("checkpoints"))
     save(catalogue, 10, seed=1)
     catalogue.of_step(20).create()
-    part = save(Catalogue(run.folder.at("elsewhere")), 20, seed=2, world_size=1)
-    name = part.files[0].name
+    saved = save(Catalogue(run.folder.at("elsewhere")), 20, seed=2, world_size=1)
+    name = saved.files[0].name
     content = run.folder.at("elsewhere").at("step-00000020").read(name)
     catalogue.of_step(20).write(name, content)
     s3.faults.errors, s3.faults.only = 1_000, MANIFEST
-    said = {"file": vars_of(part.files[0]), "tensors": [vars_of(t) for t in part.tensors]}
+    packed = SavedPart(Part(saved.files[0], saved.tensors), {}, is_pinned=False).pack()
     with pytest.raises(OSError, match="AWS Error"):
-        checkpoints.publish(1, 20, [{"part": said, "state": {}, "is_pinned": False}])
+        checkpoints.publish(1, 20, [packed])
     assert checkpoints.committed is None
     s3.faults.heal()
     assert catalogue.steps() == [10]
     catalogue.of_step(30).write(name, content)
-    checkpoints.publish(1, 30, [{"part": said, "state": {}, "is_pinned": False}])
+    checkpoints.publish(1, 30, [packed])
     assert catalogue.folder.folders() == ["step-00000010", "step-00000030"]
     assert [line["published"] for line in lines] == [30]
     run.close()
-
-
-def vars_of(value: object):
-    from dataclasses import asdict
-
-    return asdict(value)  # type: ignore[call-overload]
 
 
 @pytest.mark.usefixtures("in_a_minute")
