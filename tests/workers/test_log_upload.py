@@ -113,6 +113,7 @@ def test_why_a_log_is_not_in_the_bucket_is_said(tmp_path: Path):
     log.write_text("x\n")
     uploader = log_upload.LogUploader(log, "nosuch://bucket/run")
     assert "nosuch://bucket/run" in uploader.join()
+    assert uploader._process.stdin is not None
     uploader._process.stdin.close()
     uploader._process.wait(PATIENCE_S)
     began = time.monotonic()

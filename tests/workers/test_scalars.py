@@ -24,18 +24,19 @@ def norms(parallel: str, group: Any = None, generation: int = 1, **changes: Any)
     """As the first rank tells them; nothing as another one."""
     torch.set_num_threads(1)
     rig = Rig("bitwise", Work(), parallel=parallel, **changes)
-    is_spread = isinstance(rig.strategy, OverShards)
+    strategy: Any = rig.strategy
+    is_spread = isinstance(strategy, OverShards)
     if is_spread:
         model = rig.train_state.model
         batch = {"x": torch.ones(3, WIDTH), "y": torch.zeros(3, dtype=torch.int64)}
-        rig.strategy.examine(lambda b: rig.workload.loss(model, b), lambda: dict(batch))
-        rig.strategy.shards.holding = Ownership("initial")
+        strategy.examine(lambda b: rig.workload.loss(model, b), lambda: dict(batch))
+        strategy.shards.holding = Ownership("initial")
     rig.form(generation, 0)
     if group is not None:
         rig.join(group)
         if is_spread:
-            rig.strategy.shards.holding = Ownership("initial")
-        enter(rig.strategy, group, 0, generation=generation)
+            strategy.shards.holding = Ownership("initial")
+        enter(strategy, group, 0, generation=generation)
     for _ in range(STEPS):
         take_step(rig)
     rig.loader.close()
