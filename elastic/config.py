@@ -18,6 +18,8 @@ from elastic.protocol.timeouts import timeouts_of
 REDUCTIONS = ("fast", "bitwise")
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
+MOST_TRIED = 1 << 16
+"""Divisors that are looked for."""
 ON_STORAGE_ERROR = ("warn", "fail")
 SLIP = re.compile(r"(s3|gs|gcs|abfss?|hdfs|viewfs|https?|file)(?::/*|//+)(?=[^/])")
 """A URI without one of its three marks, which would be a folder of this machine."""
@@ -300,7 +302,7 @@ class RunConfig:
             raise ValueError(
                 f"global_batch={self.global_batch} is not a multiple of micro_batch="
                 f"{self.micro_batch}: choose a micro_batch that divides it, "
-                f"such as {math.gcd(self.global_batch, self.micro_batch)}"
+                f"such as {nearest_divisor(self.global_batch, self.micro_batch)}"
             )
         object.__setattr__(self, "workers", as_bounds(self.workers))
         self._check_workers()
@@ -408,6 +410,12 @@ def is_number(value: object) -> bool:
 
 def is_switch(value: object) -> bool:
     return isinstance(value, bool)
+
+
+def nearest_divisor(whole: int, wanted: int) -> int:
+    """Of `whole`; the smaller one of two that are as near."""
+    small = [n for n in range(1, min(math.isqrt(whole), MOST_TRIED) + 1) if whole % n == 0]
+    return min((*small, *(whole // n for n in small)), key=lambda n: (abs(n - wanted), n))
 
 
 def check_whole(name: str, value: object, *, at_least: Literal[0, 1]) -> int:

@@ -20,7 +20,14 @@ from typing import Any, cast
 from elastic.driver.followed import Followed
 from elastic.driver.launch import Result as OwnResult
 from elastic.driver.launch import RunFailed
-from elastic.driver.scripts import HIGHEST_LEVEL, ScriptRun, may_go_on_in_place, run_script
+from elastic.driver.scripts import (
+    HIGHEST_LEVEL,
+    ScriptRun,
+    amounts_of,
+    labels_of,
+    may_go_on_in_place,
+    run_script,
+)
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import place_of, reach_folder
 
@@ -137,6 +144,9 @@ def run_trainer(trainer: Any) -> OwnResult:
         device="cuda" if trainer.scaling_config.use_gpu else "cpu",
         max_failures=failures,
         cpus_per_worker=cpus_of(trainer.scaling_config),
+        labels=labels_of(trainer.scaling_config.label_selector),
+        accelerator_type=trainer.scaling_config.accelerator_type,
+        worker_resources=amounts_of(trainer.scaling_config.resources_per_worker),
     )
     check_settings(asked)
     print(f"elastic: {level_line(trainer, least, most)}", file=sys.stderr)
@@ -243,7 +253,8 @@ def refusals(trainer: Any) -> list[tuple[bool, str]]:
 
     scaling, run, torch = trainer.scaling_config, trainer.run_config, trainer.backend_config
     resources = scaling.resources_per_worker or {}
-    others = sorted(set(resources) - {"CPU", "GPU"})
+    sizes = sorted({"memory", "object_store_memory"} & set(resources))
+    selectors = scaling.label_selector
     gpus = resources.get("GPU", int(scaling.use_gpu))
     placement = scaling.placement_strategy
     return [
@@ -263,16 +274,17 @@ def refusals(trainer: Any) -> list[tuple[bool, str]]:
         (scaling.topology is not None, "TPUs are not supported: leave topology out"),
         (gpus not in (0, 1), f"one GPU per worker, resources_per_worker asks for {gpus}"),
         (
-            bool(others),
-            f"resources_per_worker {others[:1]} is not supported yet: only CPU and GPU are",
+            bool(sizes),
+            f"resources_per_worker {sizes[:1]} is not supported: workers are placed by CPUs, GPUs "
+            "and further resources, not by memory",
         ),
         (
             placement.startswith("STRICT"),
             f"placement_strategy {placement} is not supported: no placement group can be resized",
         ),
         (
-            scaling.accelerator_type is not None or scaling.label_selector is not None,
-            "accelerator_type and label_selector are not supported yet: leave them out",
+            isinstance(selectors, list) and any(each != selectors[0] for each in selectors),
+            "label_selector must be the same for all workers: any of them may take another's place",
         ),
         (
             run.storage_filesystem is not None,

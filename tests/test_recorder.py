@@ -19,11 +19,12 @@ from elastic.control.transition import start
 from elastic.controller.publisher import Publisher
 from elastic.controller.recorder import Recorder
 from elastic.controller.settings import limits_of
+from elastic.driver.resume import SCRIPT
 from elastic.observe.anatomy import is_row
 from elastic.on_ray.cluster import RayCluster
 from elastic.protocol.manifest import SavedPart
 from elastic.protocol.messages.to_controller import Loaded, PartSaved
-from elastic.protocol.step_record import SampleRecord, StepMetrics, StepRecord
+from elastic.protocol.step_record import OF_OPTIMIZER, SampleRecord, StepMetrics, StepRecord
 from elastic.store import run_directory
 from elastic.store.before import Before
 from elastic.store.catalogue import Catalogue, Damage, file_name
@@ -31,6 +32,7 @@ from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder, read_json
 from elastic.store.journal import read_lines
 from elastic.store.remote import StoreAway
+from elastic.store.run_directory import without
 from tests.cli.test_cli import RESULT, STATUS
 from tests.cli.test_profile import row
 from tests.object_store import FaultProxy, S3Server, uri
@@ -284,6 +286,20 @@ def test_a_store_that_stays_away_ends_the_run_with_a_line_and_no_internal_error(
     assert "internal error" not in event.reason
 
 
+@pytest.mark.parametrize("target", ["job.py:Job", f"{SCRIPT}job.py"])
+def test_of_a_script_the_engine_knows_no_learning_rate(tmp_path: Path, target: str):
+    async def run() -> None:
+        opened = recorder(str(tmp_path), content={"steps": 9, "target": target})
+        await opened.open_at(0, [])
+        record(opened, 1)
+        await close(opened)
+
+    asyncio.run(run())
+    name = "metrics.jsonl" if target == "job.py:Job" else "commits.jsonl"
+    (line,) = read_lines(open_folder(str(tmp_path)).at("r"), name)
+    assert set(OF_OPTIMIZER) <= line.keys() if target == "job.py:Job" else line == metrics(1)
+
+
 def test_a_run_that_goes_back_waits_for_no_store(place, s3):
     async def run() -> None:
         opened = recorder(place)
@@ -308,8 +324,9 @@ def test_a_run_that_goes_back_waits_for_no_store(place, s3):
 
     asyncio.run(run())
     run_folder = open_folder(place).at("r")
-    assert read_lines(run_folder, "metrics.jsonl") == [metrics(s) for s in (1, 2, 3)]
-    assert read_lines(run_folder, "metrics.rolledback.jsonl") == [metrics(3)]
+    for name, steps in (("metrics.jsonl", (1, 2, 3)), ("metrics.rolledback.jsonl", (3,))):
+        found = [without(line, OF_OPTIMIZER) for line in read_lines(run_folder, name)]
+        assert found == [metrics(s) for s in steps]
 
 
 def test_a_controller_that_goes_back_while_the_store_is_away_decides_on(tmp_path):

@@ -15,6 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from workers.distributed.exchange import gather_json
 from workers.membership.member import Member
 from workers.parallel.strategy import Passes
+from workers.reduction.reducers import Magnitude, Reduced
+from workers.scalars import OwnGradients
 from workers.step.vote import MicrobatchRecord, Repeated, Vote
 
 ADVICE = "Lower the learning rate, set clip_norm"
@@ -25,6 +27,7 @@ class Inspection:
 
     def __init__(self, member: Member) -> None:
         self._member = member
+        self._own = OwnGradients()
         self._asked = (0, -1)  # generation, step
         self._hooks: list[RemovableHandle] = []
         self.found: tuple[int, str] | None = None
@@ -37,6 +40,12 @@ class Inspection:
 
     def ask(self, generation: int, step: int) -> None:
         self._asked, self.found = (generation, step), None
+
+    def magnitude(self, reduced: Reduced) -> Magnitude:
+        """Of the step's sums, on this rank."""
+        assert self._member.group is not None
+        own = self._own.among(reduced, self._member)
+        return reduced.magnitude(self._member.group.read, own)
 
     def before_backward(self, passes: Passes) -> None:
         """passes: know whose backward runs."""

@@ -31,6 +31,7 @@ from workers.membership.unwinding import lost_peer_in
 from workers.nonfinite import Inspection, judge
 from workers.parallel.strategy import NoPasses, Passes
 from workers.reduction.reducers import Reduced, Reducer
+from workers.scalars import taken_with
 from workers.step.randomness import seed_microbatch
 from workers.step.vote import (
     Ballot,
@@ -431,7 +432,7 @@ class Step:
             wants_pause=member.wants_pause,
             is_saving=member.saver.is_busy,
             wants_save=member.wants_save,
-            is_finite=reduced.is_finite(read),
+            magnitude=session._inspection.magnitude(reduced),
             timing=self._vitals.anatomy.timing(member.rank, member.world_size),
             logged=self._done.outside(read),
         )
@@ -480,7 +481,7 @@ class Step:
                 log_names=train_state.log_names,
             )
             took_s = time.perf_counter() - self._began
-            prepared = Prepared(reduced, layout, took_s, member.generation)
+            prepared = Prepared(reduced, layout, took_s, member.generation, taken_with(train_state))
             member.prepare(partial(self._roll_forward, prepared))
             vector = add_up(group, encode(layout, ballot))
             vote = decode(layout, vector)

@@ -48,6 +48,7 @@ from workers.health.notice import Notice
 from workers.health.pulse_process import PulseProcess
 from workers.health.spot import SpotWatch
 from workers.health.vitals import Vitals
+from workers.log_upload import LogUploader
 from workers.loop import fit
 from workers.membership.events import Loop
 from workers.membership.link import Address, ControllerLink, leave
@@ -114,13 +115,14 @@ class Worker:
     """A worker's process. Make it and call `run` in the main thread."""
 
     _built: Built | None = None
+    _uploader: LogUploader | None = None
+    """Where the run directory is a bucket."""
     _device, _gpu_name = torch.device("cpu"), "cpu"
 
     def __init__(self, spec: WorkerSpec, workload: bytes, around: Around) -> None:
         """workload: a pickle of (workload, loop or None), made by the driver."""
         self._spec, self._pickled, self._around = spec, workload, around
         self._log = WorkerLog(worker_name(spec.worker))
-        self._place: str | None = None
         self._is_warm = False
         self._returned_at = spec.steps
         """Committed steps when the user's loop has returned last; before that the run's."""
@@ -400,7 +402,6 @@ class Worker:
             strategy.examine(loss, batch, is_seen=self._built.loop is not fit)
 
     def _log_to(self, place: str) -> None:
-        self._place = place
         assert self._built is not None
         self._built.saver.open(place)
         folder = patiently(partial(reach_folder, place)).local
@@ -411,18 +412,15 @@ class Worker:
             )
         spool = Path(tempfile.gettempdir()) / self._spec.run_id
         self._log.move_to(folder / "logs" if folder else spool)
+        if folder is None and self._uploader is None and self._log.path is not None:
+            self._uploader = LogUploader(self._log.path, place)
         self._warm_up()
 
     def _keep_log(self) -> None:
         """Bring what a loader printed to the log, and the log to remote storage."""
         self._log.collect()
-        if self._place is not None and self._log.path is not None:
-            try:
-                folder = reach_folder(self._place)
-                if folder.local is None:
-                    folder.at("logs").write(self._log.path.name, self._log.path.read_bytes())
-            except OSError as error:  # the run does not end with it
-                print(f'log stays in {self._log.path} reason="{error}"', file=sys.stderr)
+        if self._uploader is not None and (why := self._uploader.join()):
+            print(f'log stays in {self._log.path} reason="{why}"', file=sys.stderr)
 
     def _finish(self, member: Member, place: str | None) -> str:
         """The hash of the final weights."""

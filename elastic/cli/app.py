@@ -1,91 +1,38 @@
-"""The command line `elastic`: options to RunConfig, outcomes to exit statuses.
+"""The command line `elastic`: its commands, and what goes wrong as exit statuses.
 
-0 succeeded; 1 failed or stopped; 2 wrong input, with one line. What runs is in launch.py; ray and
-torch are not imported before a run starts.
+0 succeeded; 1 failed or stopped; 2 wrong input, with one line. What the commands do is in files of
+their own, which commands.py lists.
 """
 
-import contextlib
 import importlib.metadata
-import os
 import sys
-import time
-from collections.abc import Generator, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from typer.exceptions import TyperException
 
-from elastic.cli import (
-    chaos,
-    checkpoint,
-    checkpoint_compare,
-    checkpoint_exchange,
-    cluster,
-    data,
-    experiment,
-    init,
-    journal,
-    logs,
-    profile,
-    report,
-    runs,
-    scale,
-    script,
-    serve,
-    stop,
-    submit,
-    torchrun,
-    track,
-)
-from elastic.cli.absence import Absence, said_of
+from elastic.cli import script
+from elastic.cli.commands import LoadedOnDemand
 from elastic.cli.job_file import expanded
-from elastic.cli.journal import RunDir, open_run
-from elastic.cli.outcome import level_line, print_failure, print_outcome
-from elastic.cli.outside import Cluster, on_cluster
-from elastic.cli.progress import (
-    LOOK_REMOTE_EVERY_S,
-    Progress,
-    worker_table,
-)
-from elastic.cli.run_options import configure
-from elastic.cli.share_table import share_table
-from elastic.cli.text import printable
-from elastic.config import RunConfig
-from elastic.driver.resume import PastRun, read_past_run
-from elastic.driver.starting import be_silent, slow_step, tell
-from elastic.driver.target import load_target, parse_arguments
-from elastic.observe.anatomy import newest
-from elastic.observe.bubble import measured_bubble
+from elastic.cli.outcome import WRONG_INPUT, refuse
 from elastic.protocol.errors import ControllerLost, WrongInput
-from elastic.protocol.membership import counted
-from elastic.store.files import Folder, encode
-from elastic.store.run_directory import RESULT_FIELDS, check_result, check_status
 
 if TYPE_CHECKING:
-    from elastic.driver.launch import Result
+    pass
 
-FAILED, WRONG_INPUT = 1, 2
+FAILED = 1
 TYPERS_INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt in a command."""
-WATCH_EVERY_S = 0.25
 
 app = typer.Typer(
     name="elastic",
+    cls=LoadedOnDemand,
     help="Train PyTorch on a Ray cluster whose machines come and go.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(checkpoint.app, name="checkpoint")
-checkpoint.app.add_typer(checkpoint_exchange.app)
-checkpoint.app.add_typer(checkpoint_compare.app)
-app.add_typer(chaos.app, name="chaos")
-app.add_typer(data.app, name="data")
-app.add_typer(cluster.app, name="cluster")
-app.command()(stop.stop)
-app.command()(scale.scale)
 
 
 def print_version(is_asked: bool) -> None:
@@ -135,312 +82,3 @@ def command_of(error: TyperException) -> str:
     context: typer.Context | None = getattr(error, "ctx", None)
     path = context.command_path if context else ""
     return " ".join(["elastic", *path.split()[1:]])
-
-
-def refuse(message: str, *, status: int = WRONG_INPUT) -> int:
-    print("elastic:", printable(" ".join(message.split("\n"))), file=sys.stderr)
-    return status
-
-
-# --- elastic run -------------------------------------------------------------------
-@app.command()
-def run(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="package.module:Class or path/to/file.py:Class, a Workload; relative paths in it "
-            "are relative to its folder. Or a job file, elastic.yaml, that tells it and options. "
-            "Or a script.py that calls Ray Train's fit(), followed by its own arguments only.",
-        ),
-    ],
-    steps: Annotated[int, typer.Option(help="Optimizer steps of the whole run.")],
-    global_batch: Annotated[int, typer.Option(help="Samples per step, for any worker count.")],
-    micro_batch: Annotated[int, typer.Option(help="Samples per forward, divides global batch.")],
-    workers: Annotated[str, typer.Option(help="A number, or MIN..MAX to be elastic.")] = "1",
-    parallel: Annotated[
-        str,
-        typer.Option(
-            help="ddp, fsdp, fsdp-grad-op, hsdp:S (S ranks in a replica), pp:S (S stages of a "
-            "pipeline); package.module:function: "
-            "a strategy of your own."
-        ),
-    ] = "ddp",
-    reduction: Annotated[
-        str, typer.Option(help="fast, or bitwise: weights equal for every history.")
-    ] = "fast",
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    clip_norm: Annotated[float | None, typer.Option(help="Clip the gradient norm.")] = None,
-    activation_checkpointing: Annotated[
-        bool, typer.Option("--activation-checkpointing", help="Recompute blocks in the backward.")
-    ] = False,
-    offload: Annotated[bool, typer.Option("--offload", help="Shards in host memory.")] = False,
-    seed: Annotated[int, typer.Option(help="Weights, sample order, randomness.")] = 0,
-    storage: Annotated[
-        str | None,
-        typer.Option(help="Folder or URI of the runs; without it a temporary folder."),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="The run's folder in storage; the same again resumes it.")
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None,
-        typer.Option(help="Steps between checkpoints, besides every 10 minutes and the end."),
-    ] = None,
-    keep: Annotated[
-        str,
-        typer.Option(
-            metavar="LAST[,EVERY]", help="Checkpoints to keep: the last so many, and every so many."
-        ),
-    ] = "2",
-    on_storage_error: Annotated[
-        str, typer.Option(help="warn: train on and say so at the end; or fail.")
-    ] = "warn",
-    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
-    snapshot_every: Annotated[
-        int, typer.Option(help="Steps between copies of the shards in peer memory.")
-    ] = 1,
-    standby: Annotated[int, typer.Option(help="Warm workers that wait for a loss.")] = 0,
-    detect_s: Annotated[
-        str, typer.Option(help="Seconds of silence until a worker counts as hung, or none.")
-    ] = "3.0",
-    max_failures: Annotated[
-        int, typer.Option(help="Workers that may be lost since the last committed step.")
-    ] = 8,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda, which waits for GPUs.")] = "auto",
-    cpus_per_worker: Annotated[int, typer.Option(help="CPU slots and threads of each.")] = 1,
-    labels: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY=VALUE[;...]",
-            help="Nodes for workers by Ray's labels, and behind a semicolon where else.",
-        ),
-    ] = None,
-    accelerator_type: Annotated[
-        str | None, typer.Option(help="Of each worker's node, as Ray calls it: A100.")
-    ] = None,
-    worker_resources: Annotated[
-        str | None,
-        typer.Option(metavar="NAME=AMOUNT", help="Further resources of Ray's for each worker."),
-    ] = None,
-    spot: Annotated[
-        str | None,
-        typer.Option(help="Heed the cloud's notices that a machine goes: aws, gcp, azure, auto."),
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(help="Ray cluster; without it one that is found, else Ray starts embedded."),
-    ] = None,
-    faults: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Of FaultPolicy, say verify_every=100."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Constructor argument; a Python literal or a string."
-        ),
-    ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Return once the run is there; it goes on (see watch).")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The last line on stdout is result.json; no progress.")
-    ] = False,
-) -> int:
-    """Train TARGET. Exit status: 0 succeeded, 1 failed or stopped, 2 wrong input."""
-    options: dict[str, Any] = {
-        "workers": workers,
-        "steps": steps,
-        "global_batch": global_batch,
-        "micro_batch": micro_batch,
-        "parallel": parallel,
-        "reduction": reduction,
-        "precision": precision,
-        "clip_norm": clip_norm,
-        "activation_checkpointing": activation_checkpointing,
-        "offload": offload,
-        "seed": seed,
-        "storage": storage,
-        "name": name,
-        "checkpoint_every": checkpoint_every,
-        "keep": keep,
-        "eval_every": eval_every,
-        "snapshot_every": snapshot_every,
-        "on_storage_error": on_storage_error,
-        "standby": standby,
-        "detect_s": detect_s,
-        "max_failures": max_failures,
-        "device": device,
-        "cpus_per_worker": cpus_per_worker,
-        "labels": labels,
-        "accelerator_type": accelerator_type,
-        "worker_resources": worker_resources,
-        "spot": spot,
-        "address": address,
-        "faults": faults,
-    }
-    config = configure(options)
-    arguments = parse_arguments(settings or ())
-    with only_result_on_stdout() if as_json else contextlib.nullcontext():
-        result, status = train(config, target, arguments, detach=detach, is_silent=as_json)
-    if as_json:
-        print(result_line(result).decode(), flush=True)
-    else:
-        print_outcome(asdict(result), result.run_directory, steps)
-    return status
-
-
-def train(
-    config: RunConfig, text: str, arguments: dict[str, Any], *, detach: bool, is_silent: bool
-) -> "tuple[Result, int]":
-    """Run it; what it came to, and the exit status."""
-    with slow_step(f"importing {text}", be_silent if is_silent else tell):
-        target = load_target(text, arguments)
-    from elastic.driver.launch import (  # here, so that bad input never imports ray
-        RunFailed,
-        run_config,
-    )
-
-    progress = None if is_silent or detach else Progress(Console(), since=time.time())
-    try:
-        result = run_config(
-            target.workload,
-            config,
-            target=target.spelled,
-            arguments=arguments,
-            folder=target.folder,
-            module=target.module,
-            source=target.source,
-            on_progress=progress or ignore_progress,
-            detach=detach,
-            is_silent=is_silent,
-        )
-    except RunFailed as failure:
-        if progress is not None:
-            progress.close()
-        print_failure(failure, target.folder)
-        return failure.result, FAILED
-    finally:
-        if progress is not None:
-            progress.close()
-    return result, 0 if result.outcome in ("succeeded", "detached") else FAILED
-
-
-def ignore_progress(run_directory: str) -> None:
-    """Nobody looks."""
-
-
-@contextlib.contextmanager
-def only_result_on_stdout() -> Generator[None]:
-    """Whatever prints meanwhile, libraries and child processes too, goes to stderr."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-
-
-def result_line(result: "Result") -> bytes:
-    """The content of result.json; a detached run has none yet, only a place."""
-    values = asdict(result)
-    if result.outcome == "detached":
-        return encode({"outcome": "detached", "run_directory": result.run_directory})
-    return encode({name: value for name, value in values.items() if name in RESULT_FIELDS})
-
-
-# --- elastic status, watch, replay ------------------------------------------------------
-@app.command()
-def status(
-    run_dir: RunDir,
-    as_json: Annotated[bool, typer.Option("--json", help="The content of status.json.")] = False,
-    cluster: Cluster = None,
-) -> int:
-    """Say where a run stands: phase, generation, workers, reason, age of the status."""
-    if cluster is not None:
-        return on_cluster(cluster, "status", run_dir, *(["--json"] if as_json else []))
-    folder = open_run(run_dir)
-    past = read_past_run(folder)
-    if past is None or (found := past.status) is None:
-        raise WrongInput(f"{run_dir}: the run has no status yet; look again in a moment")
-    check_status(found, f"{run_dir}/status.json")
-    if as_json:
-        print(encode(found).decode())
-        return 0
-    size = counted(found["world_size"], "worker")
-    print(f"{printable(found['phase'])}, generation {found['generation']}, {size}")
-    print(f"step {found['step']} of {found['steps']}")
-    if layout := found.get("layout"):
-        bubble = measured_bubble(folder, found["generation"])
-        measured = "" if bubble is None else f"; {bubble:.2f} idle as measured"
-        print(printable(str(layout)) + measured)
-    if (level := level_line(found)) is not None:
-        print(printable(level))
-    print(f"reason: {printable(found['reason']) or '-'}")
-    is_unheard = past.result is None and not past.is_alive
-    print(f"status is {past.silent_s:.0f} s old" + (f"; {said_of(past)}" if is_unheard else ""))
-    if found["workers"] or found["standby"]:
-        Console(soft_wrap=True).print(worker_table(found))
-    if rows := newest(folder):
-        Console(soft_wrap=True).print(share_table(rows))
-    return 0
-
-
-@app.command()
-def watch(run_dir: RunDir, cluster: Cluster = None) -> int:
-    """Show a run's progress until it ends. Ctrl-C only stops watching."""
-    if cluster is not None:
-        return on_cluster(cluster, "watch", run_dir)
-    folder = open_run(run_dir)
-    progress = Progress(Console())
-    try:
-        past = follow(run_dir, folder, progress)
-    except KeyboardInterrupt:
-        progress.close()
-        print(f"no longer watching; the run is left alone: `elastic watch {run_dir}`")
-        return 0
-    finally:
-        progress.close()
-    if past.result is None:
-        return refuse(f"{run_dir}: {said_of(past)}", status=FAILED)
-    check_result(past.result, f"{run_dir}/result.json")
-    print_outcome(past.result, run_dir, past.config.get("steps"))
-    return 0 if past.result["outcome"] == "succeeded" else FAILED
-
-
-def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
-    """The run, once it has ended or nobody comes any more who could end it; a store that is away
-    says neither."""
-    every_s = WATCH_EVERY_S if folder.local else LOOK_REMOTE_EVERY_S
-    absence = Absence(progress.tell)
-    while True:
-        progress(run_dir)
-        try:
-            past = read_past_run(folder)
-        except OSError as error:
-            progress.tell_trouble(error)
-        else:
-            if past is not None and past.is_over:
-                progress(run_dir)
-                return past
-            if past is not None:
-                absence.look(past)
-        time.sleep(every_s)
-
-
-app.command()(submit.command_like(run))
-app.command()(logs.logs)
-app.command()(init.init)
-app.command(context_settings=torchrun.SETTINGS)(torchrun.torchrun)
-app.command()(runs.ls)
-app.command()(profile.profile)
-app.command()(report.report)
-app.command()(serve.serve)
-app.command()(track.track)
-app.command()(journal.replay)
-app.command()(journal.story)
-app.command()(experiment.experiment)

@@ -73,14 +73,14 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def sampled(folder: Folder, name: str, last_bytes: int) -> list[dict[str, Any]]:
     """Some lines of a local file, in equal distances, of what lies before its last bytes."""
-    before = (folder.size(name) or 0) - last_bytes if folder.local else 0
-    if before <= 0:
+    if folder.local is None or (before := (folder.size(name) or 0) - last_bytes) <= 0:
         return []
     found: list[dict[str, Any]] = []
-    with folder.open(name) as file:
+    with (folder.local / name).open("rb") as file:
         for n in range(NUM_SAMPLED):
             offset = before * n // NUM_SAMPLED
-            lines: list[bytes] = file.read_at(SAMPLED_BYTES, offset).split(b"\n")
+            file.seek(offset)
+            lines = file.read(SAMPLED_BYTES).split(b"\n")
             whole = lines[0] if offset == 0 else lines[1] if len(lines) > 2 else b""
             if (line := as_object(whole)) is not None:
                 found.append(line)

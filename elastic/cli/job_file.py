@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import first_line
 
@@ -84,11 +82,19 @@ PYTHON: dict[str, tuple[type, ...]] = {
 def expanded(arguments: Sequence[str]) -> list[str]:
     """The command line with a job file's options in its place; as it is where it names none.
 
-    WrongInput if the file cannot be read, has an unknown key or a value of another kind.
+    WrongInput for neither a class nor a job file, and for one that cannot be read, has an unknown
+    key or a value of another kind.
     """
-    if len(arguments) < 2 or arguments[0] not in COMMANDS or not arguments[1].endswith(ENDINGS):
+    if len(arguments) < 2 or arguments[0] not in COMMANDS:
         return list(arguments)
     command, path, *given = arguments
+    if not path.endswith(ENDINGS):
+        if ":" not in path and not path.startswith("-"):  # before options are missed
+            raise WrongInput(
+                f"TARGET {path!r} names no class and no job file: write package.module:Class, "
+                "path/to/file.py:Class or path/to/elastic.yaml"
+            )
+        return list(arguments)
     return [command, *options_of(Path(path), command, given), *given]
 
 
@@ -139,6 +145,8 @@ def beside(path: Path, target: str) -> str:
 
 def read_job(path: Path) -> dict[str, dict[str, Any]]:
     """Its sections, without what is null. Raises WrongInput."""
+    import yaml  # here, for commands that read no job file
+
     try:
         content: object = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:

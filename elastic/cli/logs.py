@@ -16,6 +16,7 @@ from elastic.cli.text import printable
 from elastic.driver.resume import read_past_run
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder
+from elastic.store.journal import appended, joined
 from elastic.store.remote import shown_uri
 
 FOLDER, ENDING = "logs", ".log"
@@ -50,10 +51,10 @@ def logs(
         there = ", ".join(n.removesuffix(ENDING) for n in names)
         known = f"there are those of {there}" if names else NONE_YET
         raise WrongInput(f"{shown_uri(run_dir)} has no log of {worker!r}: {known}")
-    return print_log(folder, f"{FOLDER}/{name}", tail, follow=follow)
+    return print_log(folder, name, tail, follow=follow)
 
 
-NONE_YET = "it has none yet; in a bucket they come with the end of the run"
+NONE_YET = "it has none yet; in a bucket they come some seconds later"
 
 
 def from_outside(
@@ -81,7 +82,7 @@ def print_ends(folder: Folder, names: list[str], num_lines: int) -> int:
         raise WrongInput(f"{folder}: {NONE_YET}")
     for name in names:
         print(f"--- {printable(name.removesuffix(ENDING))}")
-        for line in deque(lines_of(folder.read(f"{FOLDER}/{name}")), num_lines):
+        for line in deque(lines_of(joined(folder.at(FOLDER), name)), num_lines):
             print(line)
     return 0
 
@@ -91,7 +92,7 @@ def print_log(folder: Folder, name: str, tail: int | None, *, follow: bool) -> i
     every_s = LOOK_EVERY_S if folder.local else LOOK_REMOTE_EVERY_S
     offset, is_last = 0, not follow
     while True:
-        content = folder.read_from(name, offset)
+        content = appended(folder.at(FOLDER), name, offset)
         whole = content if is_last else content[: content.rfind(b"\n") + 1]
         lines = lines_of(whole)
         for line in deque(lines, tail) if offset == 0 else lines:

@@ -6,11 +6,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from elastic.cli.text import number_text, percent
+from elastic.cli.text import number_text, percent, printable
 from elastic.protocol.errors import UserError, WrongInput
 from elastic.protocol.membership import counted
 from elastic.store.remote import shown_uri
 
+WRONG_INPUT = 2
 LEVELS = {0: "restart in place", 1: "commit in place", 2: "a framework's step"}
 ROOT = re.escape(str(Path(__file__).resolve().parents[2]))
 
@@ -94,3 +95,8 @@ def level_line(found: dict[str, Any]) -> str | None:
         return None
     why = f"; {reason}" if (reason := found.get("level_reason")) else ""
     return f"level {level}, {LEVELS.get(level, 'of another version')}{why}"
+
+
+def refuse(message: str, *, status: int = WRONG_INPUT) -> int:
+    print("elastic:", printable(" ".join(message.split("\n"))), file=sys.stderr)
+    return status

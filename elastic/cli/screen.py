@@ -13,8 +13,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elastic.cli.course import is_number
 from elastic.cli.text import duration, name_of, number_text, percent, printable, speed_text
 from elastic.protocol.membership import counted
+from elastic.protocol.step_record import OF_OPTIMIZER
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 CURVE_COLUMNS = 48
@@ -27,7 +29,7 @@ MOST_NAMED = 8
 def screen(view: Any, decisions: Sequence[str]) -> Group:
     """view: a `View` of progress.py. decisions: lines, the newest last."""
     status = view.status
-    parts: list[RenderableType] = [head(view), numbers(view)]
+    parts: list[RenderableType] = [head(view), numbers(view), *of_optimizer(view.metrics)]
     parts += curve(view.course.losses)
     parts += goodput(status.get("account"))
     parts += [workers(status)] if status["workers"] or status["standby"] else []
@@ -69,6 +71,14 @@ def numbers(view: Any) -> Text:
         parts.append(f"done in {duration(left_s)}")
         parts.append(time.strftime("at %H:%M UTC", time.gmtime(time.time() + left_s)))
     return Text("  ".join(parts))
+
+
+def of_optimizer(metrics: dict[str, Any]) -> Iterator[Text]:
+    """Of the last step: the learning rate and the gradient's norm, where they are known."""
+    known = [(name, metrics.get(name)) for name in OF_OPTIMIZER]
+    found = [f"{n.replace('_', ' ')} {number_text(v)}" for n, v in known if is_number(v)]
+    if found:
+        yield Text("  ".join(found))
 
 
 def curve(losses: Sequence[tuple[int, float]]) -> Iterator[Text]:

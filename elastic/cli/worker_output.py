@@ -7,17 +7,19 @@ import re
 
 from elastic.cli.text import printable
 from elastic.store.files import Folder, reach_folder
+from elastic.store.journal import appended, grown
 
 FOLDER, ENDING = "logs", ".log"
 OURS = re.compile(r"(INFO|WARNING|ERROR):(elastic|workers)\.")
 
 
 class WorkerOutput:
-    """Called often with the run directory. In a bucket logs come with the end of the run."""
+    """Called often with the run directory. In a bucket logs come every few seconds."""
 
     def __init__(self, run_directory: str) -> None:
         """What an earlier launch of the run has left there is not shown."""
-        self._shown = dict(reach_folder(run_directory).at(FOLDER).sizes())
+        sizes = reach_folder(run_directory).at(FOLDER).sizes()
+        self._shown = {n: grown(sizes, n) for n in sizes if n.endswith(ENDING)}
         """Bytes of each log."""
 
     def __call__(self, run_directory: str) -> None:
@@ -29,7 +31,7 @@ class WorkerOutput:
     def _show(self, folder: Folder, name: str) -> None:
         """Whole lines only."""
         offset = self._shown.get(name, 0)
-        content = folder.read_from(name, offset)
+        content = appended(folder, name, offset)
         whole = content[: content.rfind(b"\n") + 1]
         self._shown[name] = offset + len(whole)
         for line in whole.decode(errors="replace").splitlines():

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic.observe.anatomy import Shares
+from elastic.observe.scalars import scalars_of
+
 log = logging.getLogger(__name__)
 
-CURVES = ("loss", "world_size", "generation", "step_s", "samples")
 FLUSH_EVERY_S = 5.0
 
 
@@ -40,15 +42,16 @@ class Curves:
 
     def record(self, metrics: dict[str, Any]) -> None:
         """Add one committed step; values that are not finite are left out."""
-        values = {name: metrics[name] for name in CURVES}
+        values: dict[str, float | None] = {**scalars_of(metrics)}
         values |= {f"user/{name}": value for name, value in metrics["user"].items()}
         self._write(metrics["time"], metrics["step"], summary=self._summary(values))
         self.flush_now_and_then()
 
-    def record_shares(self, step: int, at: float, shares: Mapping[str, float]) -> None:
-        """Where the time of the steps up to `step` went, of all ranks. at: Unix seconds."""
-        summary = self._summary({f"anatomy/{part}": share for part, share in shares.items()})
-        self._write(at, step, summary=summary)
+    def record_shares(self, found: Shares) -> None:
+        """Where the time of some steps went, and peak memory."""
+        values = {f"anatomy/{part}": share for part, share in found.shares.items()}
+        peaks = {f"memory/{name}_gib": size / 2**30 for name, size in found.peaks_bytes.items()}
+        self._write(found.time, found.step, summary=self._summary({**values, **peaks}))
 
     def flush_now_and_then(self) -> None:
         """To be called while steps are slow, too: whoever looks sees those of seconds ago."""

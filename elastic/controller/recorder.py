@@ -25,7 +25,7 @@ from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.messages.to_controller import Planned, ScriptLevel, ScriptSteps
-from elastic.protocol.step_record import StepRecord
+from elastic.protocol.step_record import OF_OPTIMIZER, StepRecord
 from elastic.store.before import Before, look_at
 from elastic.store.catalogue import Damage
 from elastic.store.files import (
@@ -38,7 +38,7 @@ from elastic.store.files import (
     write_json,
 )
 from elastic.store.remote import AWAY_PAUSES_S, StoreAway, patiently, shown_uri
-from elastic.store.run_directory import RunDirectory
+from elastic.store.run_directory import RunDirectory, without
 from elastic.store.script_directory import ScriptDirectory
 
 T = TypeVar("T")
@@ -292,9 +292,11 @@ class Recorder:
     # --- steps --------------------------------------------------------------------------
     def record_step(self, step: StepRecord) -> None:
         assert self.directory is not None
-        self.last_metrics = metrics = step.metrics.to_line()
+        metrics, samples = step.metrics.to_line(), step.samples.to_line()
+        if self.level is not None:
+            metrics = without(metrics, OF_OPTIMIZER)
+        self.last_metrics = metrics
         self._told_step = max(self._told_step, step.step)
-        samples = step.samples.to_line()
         self.writer.write_soon(self._record_step, self.directory, metrics, samples)
 
     def _record_step(
@@ -328,9 +330,9 @@ class Recorder:
         try:
             directory.append_anatomy(lines)
         finally:
-            for step in self._shares.hear(lines):
+            for found in self._shares.hear(lines):
                 if self._curves is not None:
-                    self._curves.record_shares(step.step, step.time, step.shares)
+                    self._curves.record_shares(found)
 
     async def settle(self) -> None:
         """Until everything that was told so far, checkpoints too, is in the run directory."""

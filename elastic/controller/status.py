@@ -124,6 +124,8 @@ def meters_of(
         "step": status["step"],
         "steps": status["steps"],
         "loss": metrics.get("loss"),
+        "learning_rate": metrics.get("learning_rate"),
+        "gradient_norm": metrics.get("gradient_norm"),
         "step_seconds": metrics.get("step_s"),
         "samples": metrics.get("samples"),
         "world_size": status["world_size"],

@@ -14,7 +14,7 @@ from elastic.data.crashing import crashes
 from elastic.data.footers import columns_text, find, is_of, is_there, open_filesystem
 from elastic.data.plan import Plan, Unit
 from elastic.protocol.errors import BadData
-from elastic.store.checkpoint_files import crc32
+from elastic.store.block_format import crc32
 
 arrow: Any = pa  # has no type stubs
 parquet: Any = pa_parquet

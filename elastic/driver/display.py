@@ -5,14 +5,35 @@ Storage and terminals may take as long as they like. What is shown: elastic/cli/
 
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 
 from elastic.store.files import first_line
 
 SHOW_EVERY_S = 0.2
 LAST_LOOK_S = 5.0
 """How long the end of a run waits for its last look."""
+
+
+@contextmanager
+def progress_shown(is_wanted: bool | None) -> Generator[Callable[[str], object] | None]:
+    """What shows a run on stderr as `elastic run` shows it, to be called with the run directory
+    again and again; None if nobody is to see it. is_wanted: None for where a person looks, in a
+    terminal or a notebook."""
+    from rich.console import Console  # here, for programs that show nothing
+
+    from elastic.cli.progress import Progress
+
+    console = Console(stderr=True)
+    if not (console.is_terminal or console.is_jupyter if is_wanted is None else is_wanted):
+        yield None
+        return
+    progress = Progress(console, since=time.time())
+    try:
+        yield progress
+    finally:
+        progress.close()
 
 
 class Display:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from elastic.config import RunConfig
 from elastic.driver import resume
-from elastic.driver.display import Display
+from elastic.driver.display import Display, progress_shown
 from elastic.driver.idle_ranks import idle_note
 from elastic.driver.starting import be_silent, slow_step, tell
 from elastic.driver.target import target_of
@@ -98,11 +98,17 @@ class RunFailed(RuntimeError):
 
 
 def run(
-    workload: Workload, *, loop: Callable[[Any], None] | None = None, **settings: Any
+    workload: Workload,
+    *,
+    loop: Callable[[Any], None] | None = None,
+    progress: bool | None = None,
+    **settings: Any,
 ) -> Result:
     """Train `workload`; `settings` are RunConfig's fields. Blocks until the run ends.
 
     loop: your own training loop `loop(session)`; default: workers.loop.fit.
+    progress: whether stderr shows how the run goes, as `elastic run` does; default: in a terminal
+    and in a notebook.
     A run directory that holds a finished run of the same settings gives its result at once.
     Raises ValueError for wrong settings or a workload that cannot work, found before it trains.
     Raises RunFailed for failure, also if storage stays away before it begins; ControllerLost, a
@@ -112,16 +118,18 @@ def run(
     target = target_of(workload)
     arguments = {k: v for k, v in vars(workload).items() if not k.startswith("_")}
     try:
-        return run_config(
-            workload,
-            config,
-            target=target.spelled,
-            arguments=arguments,
-            folder=target.folder,
-            module=target.module,
-            source=target.source,
-            loop=loop,
-        )
+        with progress_shown(progress) as on_progress:
+            return run_config(
+                workload,
+                config,
+                target=target.spelled,
+                arguments=arguments,
+                folder=target.folder,
+                module=target.module,
+                source=target.source,
+                loop=loop,
+                on_progress=on_progress,
+            )
     except WrongInput as error:
         raise ValueError(str(error)) from error
 

@@ -5,6 +5,7 @@ elastic/torchrun.py's.
 """
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -41,6 +42,10 @@ class ScriptRun:
     max_failures: int
     """Exceptions of the script's own; -1: any number."""
     cpus_per_worker: int = 1
+    labels: str | None = None
+    """As these three are in RunConfig."""
+    accelerator_type: str | None = None
+    worker_resources: str | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -56,7 +61,24 @@ class ScriptRun:
             max_failures=UNLIMITED if failures < 0 else LOSSES + failures,
             device=self.device,
             cpus_per_worker=self.cpus_per_worker,
+            labels=self.labels,
+            accelerator_type=self.accelerator_type,
+            worker_resources=self.worker_resources,
         )
+
+
+def labels_of(selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None) -> str | None:
+    """Ray Train's, one for all workers or one for each, which are alike."""
+    if not selector:
+        return None
+    of_all = selector if isinstance(selector, Mapping) else selector[0]
+    return ",".join(f"{key}={value}" for key, value in of_all.items()) or None
+
+
+def amounts_of(resources: Mapping[str, float] | None) -> str | None:
+    """Ray Train's `resources_per_worker`, but for what RunConfig has other words for."""
+    others = {name: n for name, n in (resources or {}).items() if name not in ("CPU", "GPU")}
+    return ",".join(f"{name}={amount:g}" for name, amount in others.items()) or None
 
 
 def may_go_on_in_place() -> bool:

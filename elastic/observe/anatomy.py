@@ -63,6 +63,13 @@ def shares(rows: Iterable[Row]) -> dict[str, float]:
     return {part: s / total_s for part, s in sums.items()} if total_s > 0 else {}
 
 
+def peaks_of(rows: Iterable[Row]) -> dict[str, int]:
+    """The highest of all ranks, in bytes; without `gpu` where there is none."""
+    fields = {"process": "memory_bytes", "gpu": "gpu_memory_bytes"}
+    found = {word: [r[f] for r in rows if r[f] is not None] for word, f in fields.items()}
+    return {word: max(sizes) for word, sizes in found.items() if sizes}
+
+
 @dataclass(frozen=True)
 class Shares:
     """Of the time of all ranks."""
@@ -72,6 +79,8 @@ class Shares:
     time: float
     """Unix seconds."""
     shares: dict[str, float]
+    peaks_bytes: dict[str, int]
+    """Memory of the rank that had most of it: `process`, and `gpu` where there is one."""
 
 
 class SharesByStep:
@@ -100,5 +109,6 @@ class SharesByStep:
                 break
             del self._rows[step]
             self._told = step
-            whole.append(Shares(step, max(row["time"] for row in of_step), shares(of_step)))
+            time = max(row["time"] for row in of_step)
+            whole.append(Shares(step, time, shares(of_step), peaks_of(of_step)))
         return whole

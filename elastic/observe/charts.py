@@ -18,6 +18,7 @@ from elastic.observe.series import Floats, np, seconds_in, thinned
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.reports import CAUSES
+from elastic.protocol.step_record import OF_OPTIMIZER
 
 MISSING = (
     "the page is drawn with bokeh, which is not installed: "
@@ -216,7 +217,8 @@ def sizes(charts: Charts, line: Timeline) -> None:
 
 # --- curves ------------------------------------------------------------------------
 def curves(charts: Charts, record: RunRecord, began: float) -> None:
-    """Loss, seconds per step, samples per second, and what the user's code has logged."""
+    """Loss, seconds per step, samples per second, learning rate, gradient norm, and what the user's
+    code has logged."""
     steps = record.steps
     loss = steps.columns["loss"]
     curve(charts, "loss", "loss", (steps, loss), began=began, num_bins=LOSS_BINS, height=300)
@@ -230,6 +232,8 @@ def curves(charts: Charts, record: RunRecord, began: float) -> None:
     step_s = steps.columns["step_s"]
     curve(charts, "step_s", "seconds", (steps, step_s), began=began, num_bins=SCALAR_BINS)
     curve(charts, "rate", "samples / s", (steps, rate_of(steps)), began=began, num_bins=SCALAR_BINS)
+    for name in OF_OPTIMIZER:
+        curve(charts, name, "", (steps, steps.columns[name]), began=began, num_bins=SCALAR_BINS)
     for i, values in enumerate(steps.user.values()):
         curve(charts, f"user{i}", "", (steps, values), began=began, num_bins=SCALAR_BINS)
 

@@ -21,6 +21,7 @@ from elastic.observe.charts import PHASES, Drawn
 from elastic.observe.colors import BUCKETS
 from elastic.observe.run_record import RunRecord, as_list, number
 from elastic.protocol.membership import counted, worker_name
+from elastic.protocol.step_record import OF_OPTIMIZER
 from elastic.store.run_directory import as_dict
 
 MARK = '<meta name="generator" content="elastic report">'
@@ -160,6 +161,7 @@ def workers(record: RunRecord, drawn: Drawn) -> str:
 def curves(record: RunRecord, drawn: Drawn) -> str:
     steps = record.steps
     names = {"loss": "Loss", "step_s": "Seconds per step", "rate": "Samples per second"}
+    names |= {name: name.replace("_", " ").capitalize() for name in OF_OPTIMIZER}
     names |= {f"user{i}": name for i, name in enumerate(steps.user)}
     parts = [titled(drawn, key, name) for key, name in names.items()]
     num_infinite = int((~_finite(steps.columns["loss"])).sum())

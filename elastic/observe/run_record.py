@@ -20,6 +20,7 @@ from elastic.observe.anatomy import PARTS
 from elastic.observe.series import Floats, np
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import WrongInput, in_words
+from elastic.protocol.step_record import OF_OPTIMIZER
 from elastic.store.files import Folder, read_json
 from elastic.store.journal import as_object, joined
 from elastic.store.run_directory import ROLLED_BACK, as_dict
@@ -36,7 +37,7 @@ class Steps:
     """Lines of metrics.jsonl in their order. All arrays have shape (steps,), float64."""
 
     columns: dict[str, Floats]
-    """step, time (Unix seconds), loss, world_size, samples, step_s; NaN where there is none."""
+    """Those of COLUMNS, time in Unix seconds; NaN where there is none."""
     user: dict[str, Floats]
     """The user's scalars by name; NaN where a step has none."""
     num_unshown: int = 0
@@ -205,7 +206,7 @@ def whole(value: object) -> int:
 
 
 # --- metrics.jsonl -----------------------------------------------------------------
-COLUMNS = ("step", "time", "loss", "world_size", "samples", "step_s")
+COLUMNS = ("step", "time", "loss", "world_size", "samples", "step_s", *OF_OPTIMIZER)
 
 
 def steps_of(folder: Folder, name: str, notes: list[str]) -> Steps:

@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from elastic.observe.scalars import number, scalars_of
 from elastic.protocol.errors import WrongInput
 from elastic.store.run_directory import as_dict
 
-SCALARS = ("loss", "step_s", "world_size", "generation", "samples")
 KEY = "elastic.run"
 """The tag by which a run is found again in MLflow."""
 STEP = "step"
@@ -54,18 +54,10 @@ def key_of(place: str) -> str:
     return f"{name[:64]}-{hashlib.blake2b(bare.encode(), digest_size=6).hexdigest()}"
 
 
-def scalars_of(line: Line) -> dict[str, float]:
+def logged_of(line: Line) -> dict[str, float]:
     """What is logged of a step: finite numbers only, the user's by the names that they have."""
-    found = {name: line.get(name) for name in SCALARS} | as_dict(line.get("user"))
-    numbers = {name: number(value) for name, value in found.items()}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
-
-
-def number(value: object) -> float:
-    """NaN for what is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    return float(value)
+    user = {name: number(value) for name, value in as_dict(line.get("user")).items()}
+    return scalars_of(line) | {name: v for name, v in user.items() if math.isfinite(v)}
 
 
 def client(package: str) -> Any:
@@ -106,7 +98,7 @@ class MLflow:
         waiting: list[Any] = []
         for line in lines:
             step, at_ms = int(line["step"]), round(1000 * float(line["time"]))
-            scalars = {**scalars_of(line), STEP: float(step)}
+            scalars = {**logged_of(line), STEP: float(step)}
             of_step = [self._metric(k, v, at_ms, step) for k, v in scalars.items()]
             if len(waiting) + len(of_step) > MOST_AT_ONCE:
                 self._send(waiting)
@@ -141,7 +133,7 @@ class WandB:
 
     def log(self, lines: Sequence[Line]) -> None:
         for line in lines:
-            self._run.log(scalars_of(line), step=int(line["step"]))
+            self._run.log(logged_of(line), step=int(line["step"]))
             self._last_step = int(line["step"])
 
     def close(self, outcome: str) -> None:

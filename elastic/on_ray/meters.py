@@ -15,6 +15,8 @@ METERS = {
     "step": "Committed steps.",
     "steps": "Steps that the run is to have.",
     "loss": "Of the last committed step.",
+    "learning_rate": "Of the first group of parameters, in the last committed step.",
+    "gradient_norm": "Before clipping, of the last committed step.",
     "step_seconds": "Of the last committed step.",
     "samples": "Samples of the committed steps.",
     "world_size": "Workers that train now.",

@@ -103,8 +103,8 @@ class Slot:
 
     def why_gone(self, worker: str, log_folder: str | None) -> str:
         """What may explain that its process is gone, and where its own output is, with the stack
-        if a signal ended it. With a URI a log stays on its node until its worker brings it."""
-        has_log = self.pid and log_folder is not None and "://" not in log_folder
+        if a signal ended it."""
+        has_log = self.pid and log_folder is not None
         log = f"what it printed is in logs/{worker}.log" if has_log else ""
         return "; ".join(filter(None, (self.last_words or self.shortage, log)))
 

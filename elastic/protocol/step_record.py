@@ -4,7 +4,7 @@ Who says it is a message's matter (messages/to_controller.py, messages/peer.py);
 files is elastic/store/run_directory.py.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 
@@ -29,10 +29,21 @@ class StepMetrics:
     """What was logged, by name; None if it is not finite."""
     bubble: float | None = None
     """The share of the step in which a stage waited for its neighbours; None without stages."""
+    learning_rate: float | None = None
+    """That the step was taken with, of the optimizer's first group; None if nobody knows."""
+    gradient_norm: float | None = None
+    """Before clipping; None if it is not finite."""
 
     def to_line(self) -> dict[str, Any]:
         line = {field.name: getattr(self, field.name) for field in fields(self)}
         return line if self.bubble is not None else {k: line[k] for k in line if k != "bubble"}
+
+
+METRICS_FIELDS = frozenset(f.name for f in fields(StepMetrics) if f.default is MISSING)
+"""That every line has."""
+OF_OPTIMIZER = ("learning_rate", "gradient_norm")
+"""A script's optimizers are none of the engine's business."""
+MORE_METRICS = ("bubble", *OF_OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True)

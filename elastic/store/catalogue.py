@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic.protocol.errors import DamagedCheckpoint
 from elastic.protocol.manifest import MANIFEST, Manifest, Part, decode, merge
-from elastic.store.checkpoint_files import SAFETENSORS_DTYPES
+from elastic.store.block_format import SAFETENSORS_DTYPES
 from elastic.store.checkpoint_reading import PartReader, raise_unless_missing
 from elastic.store.files import Folder, first_line, sync_directory
 

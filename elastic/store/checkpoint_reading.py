@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic.protocol.errors import DamagedCheckpoint
 from elastic.protocol.manifest import BLOCK_BYTES, StoredFile
-from elastic.store.checkpoint_files import crc32
+from elastic.store.block_format import crc32
 from elastic.store.files import Folder
 
 _MOST_VIEWS = 512

@@ -15,35 +15,46 @@ from pathlib import Path
 from types import UnionType
 from typing import IO, Any, cast
 
-import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
-
 from elastic.protocol.errors import WrongInput, text_of
+from elastic.store.entries import (
+    Entry,
+    Kind,
+    local_entries,
+    local_entry,
+    stored_entries,
+    stored_entry,
+)
 from elastic.store.remote import copy_file, from_uri, is_refused, read_whole, shown_uri
-
-arrow_fs: Any = pyarrow.fs  # has no type stubs
 
 
 @dataclass(frozen=True)
 class Folder:
     """One folder. Writes publish whole files: a reader sees the old or the new content.
 
-    `filesystem` is a pyarrow FileSystem (its stubs are partial, hence Any).
+    Looks at and reads of a local folder do without pyarrow, which takes a command of a person's
+    longer to load than all else.
     """
 
-    filesystem: Any
+    store: Any
+    """A pyarrow FileSystem (its stubs are partial, hence Any); None: this machine's disk."""
     path: str
 
     @property
     def local(self) -> Path | None:
         """The directory where files can be appended to, else None (object stores)."""
-        return Path(self.path) if isinstance(self.filesystem, arrow_fs.LocalFileSystem) else None
+        return Path(self.path) if self.store is None else None
+
+    @property
+    def filesystem(self) -> Any:
+        """pyarrow's, of whichever store it is."""
+        return local_filesystem() if self.store is None else self.store
 
     def at(self, name: str) -> "Folder":
-        return Folder(self.filesystem, self.path_of(name))
+        return Folder(self.store, self.path_of(name))
 
     @property
     def parent(self) -> "Folder":
-        return Folder(self.filesystem, self.path.rpartition("/")[0])
+        return Folder(self.store, self.path.rpartition("/")[0])
 
     @property
     def name(self) -> str:
@@ -58,46 +69,43 @@ class Folder:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file directly in this folder; empty if there is no folder."""
-        selector = arrow_fs.FileSelector(self.path, allow_not_found=True)
-        found = self.filesystem.get_file_info(selector)
-        return {i.base_name: i.size for i in found if i.type == arrow_fs.FileType.File}
+        return {e.name: e.size_bytes for e in self._entries() if e.kind is Kind.FILE}
 
     def modified_times(self) -> dict[str, float]:
         """Unix seconds of the last change of each file directly in this folder, by the storage's
         clock; 0 where it does not say."""
-        selector = arrow_fs.FileSelector(self.path, allow_not_found=True)
-        found = self.filesystem.get_file_info(selector)
-        files = (i for i in found if i.type == arrow_fs.FileType.File)
-        return {i.base_name: (i.mtime_ns or 0) / 1e9 for i in files}
+        return {e.name: e.changed_at or 0.0 for e in self._entries() if e.kind is Kind.FILE}
+
+    def folders(self) -> list[str]:
+        """Names of the folders directly in this one, sorted; empty if there is no folder."""
+        return sorted(e.name for e in self._entries() if e.kind is Kind.FOLDER)
 
     def all_files(self) -> Iterator[tuple[str, int, float]]:
         """Path below this folder, bytes and Unix seconds of the last change of every file in it, at
         any depth. What goes while it is listed is left out."""
-        selector = arrow_fs.FileSelector(self.path, allow_not_found=True, recursive=True)
         start = len(self.path) + 1 if self.path else 0
-        for info in self.filesystem.get_file_info(selector):
-            if info.type == arrow_fs.FileType.File:
-                yield info.path[start:], info.size or 0, (info.mtime_ns or 0) / 1e9
+        for entry in self._entries(is_deep=True):
+            if entry.kind is Kind.FILE:
+                yield entry.path[start:], entry.size_bytes, entry.changed_at or 0.0
 
     @property
     def is_there(self) -> bool:
         """In an object store: something in it is."""
-        return self.filesystem.get_file_info(self.path).type == arrow_fs.FileType.Directory
+        found = self._entry(self.path)
+        return found is not None and found.kind is Kind.FOLDER
 
     def exists(self, name: str) -> bool:
-        return self._stat(name).type != arrow_fs.FileType.NotFound
+        return self._entry(self.path_of(name)) is not None
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, None if there is no such file."""
-        found = self._stat(name)
-        return None if found.type == arrow_fs.FileType.NotFound else found.size
+        found = self._entry(self.path_of(name))
+        return None if found is None else found.size_bytes
 
     def modified(self, name: str) -> float | None:
         """Unix seconds of the file's last change, None if there is no such file."""
-        found = self._stat(name)
-        if found.type == arrow_fs.FileType.NotFound or found.mtime_ns is None:
-            return None
-        return found.mtime_ns / 1e9
+        found = self._entry(self.path_of(name))
+        return None if found is None else found.changed_at
 
     def read(self, name: str) -> bytes:
         """The whole file; FileNotFoundError if there is none."""
@@ -107,6 +115,10 @@ class Folder:
 
     def read_from(self, name: str, offset: int) -> bytes:
         """What a file that only grows has from `offset` on; FileNotFoundError if there is none."""
+        if self.local:
+            with (self.local / name).open("rb") as file:
+                file.seek(offset)
+                return file.read()
         with self.open(name) as file:
             return file.read_at(max(0, file.size() - offset), offset)
 
@@ -122,15 +134,9 @@ class Folder:
         """The file for reads at any position: pyarrow's NativeFile (`size`, `read_at`, `close`)."""
         return self.filesystem.open_input_file(self.path_of(name))
 
-    def folders(self) -> list[str]:
-        """Names of the folders directly in this one, sorted; empty if there is no folder."""
-        selector = arrow_fs.FileSelector(self.path, allow_not_found=True)
-        found = self.filesystem.get_file_info(selector)
-        return sorted(i.base_name for i in found if i.type == arrow_fs.FileType.Directory)
-
     def delete_all(self) -> None:
         """Delete this folder and everything in it; no error if there is none."""
-        if self.filesystem.get_file_info(self.path).type != arrow_fs.FileType.NotFound:
+        if self._entry(self.path) is not None:
             self.filesystem.delete_dir(self.path)
 
     def move_folder(self, name: str, new_name: str, *, last: str) -> None:
@@ -141,9 +147,10 @@ class Folder:
             self.filesystem.move(old.path, new.path)
             return
         new.create()
-        names = sorted(old.names(), key=lambda each: each == last)
+        sizes = old.sizes()
+        names = sorted(sorted(sizes), key=lambda each: each == last)
         for each in names:
-            copy_file(self.filesystem, old._stat(each), new.path_of(each))
+            copy_file(self.filesystem, old.path_of(each), sizes[each], new.path_of(each))
         for each in reversed(names):
             old.delete(each)
         old.delete_all()
@@ -155,8 +162,13 @@ class Folder:
     def path_of(self, name: str) -> str:
         return f"{self.path}/{name}" if self.path else name
 
-    def _stat(self, name: str) -> Any:
-        return self.filesystem.get_file_info(self.path_of(name))
+    def _entry(self, path: str) -> Entry | None:
+        return local_entry(path) if self.store is None else stored_entry(self.store, path)
+
+    def _entries(self, *, is_deep: bool = False) -> Iterator[Entry]:
+        if self.store is None:
+            return local_entries(self.path, is_deep=is_deep)
+        return stored_entries(self.store, self.path, is_deep=is_deep)
 
     def __str__(self) -> str:
         return self.path
@@ -173,14 +185,22 @@ def open_folder(place: str) -> Folder:
 def reach_folder(place: str) -> Folder:
     """As `open_folder`, for a run at work, which can wait: OSError if the store is away."""
     if "://" not in place:
-        return Folder(arrow_fs.LocalFileSystem(), str(Path(place).expanduser().absolute()))
+        return Folder(None, str(Path(place).expanduser().absolute()))
     try:
         filesystem, path = from_uri(place)
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and not is_refused(error):
             raise
         raise _unusable(place, error) from error
-    return Folder(filesystem, path.rstrip("/"))
+    return Folder(None if filesystem.type_name == "local" else filesystem, path.rstrip("/"))
+
+
+def local_filesystem() -> Any:
+    """pyarrow's, of this machine's disk."""
+    import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
+
+    arrow_fs: Any = pyarrow.fs  # has no type stubs
+    return arrow_fs.LocalFileSystem()
 
 
 def _unusable(place: str, error: BaseException) -> WrongInput:

@@ -301,6 +301,28 @@ def _pieces(folder: Folder, name: str, names: list[str]) -> Iterator[bytes]:
             yield content
 
 
+def appended(folder: Folder, name: str, offset: int) -> bytes:
+    """What a file has from `offset` on, its segments included. Reads little more than that."""
+    if folder.local is not None:
+        return folder.read_from(name, offset)
+    content, sizes = b"", folder.sizes()
+    try:
+        if sizes[name] > offset:
+            content = folder.read_from(name, offset)
+        for segment in chain(sizes, name):
+            end = offset + len(content)
+            if (start := offset_of(segment)) + sizes[segment] > end:
+                content += folder.read(segment)[end - start :]
+    except FileNotFoundError:  # joined meanwhile: the rest is in the file, at the next look
+        pass
+    return content
+
+
+def grown(sizes: Mapping[str, int], name: str) -> int:
+    """Bytes of a file, its segments included."""
+    return sizes[name] + sum(sizes[segment] for segment in chain(sizes, name))
+
+
 class LineTail:
     """New whole lines of a file that somebody else appends to. A look reads only what is new."""
 

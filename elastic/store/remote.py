@@ -11,10 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
-
-arrow_fs: Any = pyarrow.fs  # has no type stubs
-
 CONNECT_S = 3.0
 SILENCE_S = 10.0
 """No byte for this long in the middle of a request: it has failed."""
@@ -100,6 +96,9 @@ def shown_uri(place: str) -> str:
 def from_uri(place: str) -> tuple[Any, str]:
     """The filesystem and the path in it. A request that is not answered raises OSError within
     about a minute. Raises OSError and ValueError, too, for a URI that says nothing."""
+    import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
+
+    arrow_fs: Any = pyarrow.fs  # has no type stubs
     if place.startswith(("gs://", "gcs://")) and "retry_limit_seconds" not in place:
         place += ("&" if "?" in place else "?") + GCS_PATIENCE
     filesystem, path = arrow_fs.FileSystem.from_uri(place)
@@ -178,13 +177,13 @@ def read_whole(filesystem: Any, path: str) -> bytes:
     raise OSError(f"{path} was replaced {READS} times while it was read")
 
 
-def copy_file(filesystem: Any, source: Any, target: str) -> None:
-    """source: pyarrow's FileInfo. The store copies by itself where it can."""
-    if source.size <= LARGEST_COPY_BYTES:
-        filesystem.copy_file(source.path, target)
+def copy_file(filesystem: Any, source: str, size_bytes: int, target: str) -> None:
+    """size_bytes: of the source. The store copies by itself where it can."""
+    if size_bytes <= LARGEST_COPY_BYTES:
+        filesystem.copy_file(source, target)
         return
     with (
-        filesystem.open_input_stream(source.path) as old,
+        filesystem.open_input_stream(source) as old,
         filesystem.open_output_stream(target) as new,
     ):
         while block := old.read(COPY_BLOCK_BYTES):

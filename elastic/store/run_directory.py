@@ -11,13 +11,14 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.step_record import METRICS_FIELDS, MORE_METRICS
 from elastic.store.before import Before
 from elastic.store.catalogue import folder_name
 from elastic.store.claim import Claim
@@ -66,9 +67,6 @@ ACCOUNT_KINDS: Kinds = {
 """Of the account in status.json; its recoveries are the last ones."""
 SCRIPT_KINDS: Kinds = {"level": int, "level_reason": str}
 """Of a script's run, in status and result; of an earlier version it has neither."""
-METRICS_FIELDS = frozenset(
-    ["step", "time", "loss", "generation", "world_size", "samples", "step_s", "applied", "user"]
-)
 SAMPLES_FIELDS = frozenset(["step", "first", "count", "sha256"])
 RESULT_KINDS: Kinds = {
     "outcome": str,
@@ -189,14 +187,14 @@ class RunDirectory:
         write_json(self.folder, "config.json", config)
 
     def write_status(self, status: dict[str, Any]) -> None:
-        check_fields("status", {"account": None, **without_level(status)}, STATUS_FIELDS)
+        check_fields("status", {"account": None, **without(status, SCRIPT_KINDS)}, STATUS_FIELDS)
         if self._remote is None:
             write_json(self.folder, "status.json", status, is_durable=False)
         else:
             self._status = status
 
     def write_result(self, result: dict[str, Any]) -> None:
-        check_fields("result", without_level(result), RESULT_FIELDS)
+        check_fields("result", without(result, SCRIPT_KINDS), RESULT_FIELDS)
         self._check_claim()
         write_json(self.folder, "result.json", result)
 
@@ -217,7 +215,7 @@ class RunDirectory:
 
     def record_step(self, metrics: dict[str, Any], samples: dict[str, Any]) -> bool:
         """Put one committed step on record. False: it is there already, said twice."""
-        check_fields("metrics", {**metrics, "bubble": None}, METRICS_FIELDS | {"bubble"})
+        check_fields("metrics", without(metrics, MORE_METRICS), METRICS_FIELDS)
         check_fields("samples", samples, SAMPLES_FIELDS)
         step: int = metrics["step"]
         assert samples["step"] == step, f"metrics of step {step}, samples of {samples['step']}"
@@ -477,7 +475,7 @@ def check_result(found: dict[str, Any], place: str) -> None:
     check_level(found, place)
     for recovery in found["recoveries"]:
         check_kinds(as_dict(recovery), RECOVERY_KINDS, place)
-    if without_level(found).keys() != RESULT_FIELDS:
+    if without(found, SCRIPT_KINDS).keys() != RESULT_FIELDS:
         raise WrongInput(f"{place} is damaged: it has fields of no result")
 
 
@@ -487,9 +485,9 @@ def check_level(found: dict[str, Any], place: str) -> None:
         check_kinds(found, SCRIPT_KINDS, place)
 
 
-def without_level(values: dict[str, Any]) -> dict[str, Any]:
-    """What every run has."""
-    return {name: value for name, value in values.items() if name not in SCRIPT_KINDS}
+def without(values: dict[str, Any], names: Container[str]) -> dict[str, Any]:
+    """The fields that every run has."""
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def as_dict(value: object) -> dict[str, Any]:

@@ -72,7 +72,11 @@ def test_a_setting_that_is_none_and_one_that_is_missing_are_told():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"micro_batch": 5}, "global_batch=32 is not a multiple of micro_batch=5"),
+        (
+            {"micro_batch": 5},
+            "global_batch=32 is not a multiple of micro_batch=5: choose a micro_batch that divides "
+            "it, such as 4",
+        ),
         ({"workers": (3, 2)}, "workers=3..2: min 3 is above max 2"),
         ({"workers": 5}, "min 5 is above V = global_batch / micro_batch = 4"),
         ({"workers": (0, 2)}, "workers (min) must be a whole number of at least 1, got 0"),

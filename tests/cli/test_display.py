@@ -14,6 +14,7 @@ from rich.console import Console
 from elastic.cli.app import main
 from elastic.cli.progress import Progress
 from elastic.driver import launch, starting
+from elastic.driver.display import progress_shown
 from elastic.driver.launch import Onlooker, wait
 from elastic.driver.starting import slow_step
 from elastic.on_ray.driver.submission import Lease
@@ -28,6 +29,28 @@ BLOCKED_S = 60.0
 MILLION = 1_000_000
 ENOUGH_BYTES = 8 << 20
 """Of the 100 MB that the files of a million short steps have."""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_python_shows_a_run_where_somebody_looks(
+    stream: type[io.StringIO], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    write_json(open_folder(str(tmp_path)), "status.json", STATUS)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(METRICS) + "\n")
+    for is_wanted in (None, True, False):
+        monkeypatch.setattr("sys.stderr", stderr := stream())
+        with progress_shown(is_wanted) as show:
+            if show is not None:
+                show(str(tmp_path))
+        is_shown = is_wanted is True or (is_wanted is None and stream is Terminal)
+        assert ("0.25" in stderr.getvalue()) == is_shown
 
 
 class Driver:

@@ -9,8 +9,9 @@ import jsonschema
 import pytest
 import yaml
 
-from elastic.cli.app import main, run
+from elastic.cli.app import main
 from elastic.cli.job_file import OPTIONS, SECTIONS, expanded, schema
+from elastic.cli.run import run
 from elastic.cli.run_options import parse_keep
 from elastic.cli.submit import own_options
 from elastic.config import keywords
@@ -127,3 +128,9 @@ def test_what_is_kept_of_checkpoints_is_an_option(text, kept):
     assert parse_keep(text) == kept
     with pytest.raises(WrongInput, match="give a number or LAST,EVERY"):
         parse_keep(f"{text},x")
+
+
+def test_a_target_that_names_nothing_is_told_before_options_are_missed(capsys):
+    for words in (["run", "job.yamll"], ["run", "job", "--steps", "3"], ["submit", "job.py"]):
+        assert main(words) == 2
+        assert "names no class and no job file" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from rich.console import Console
 from elastic.cli.checkpoint import progress_bar
 from elastic.cli.progress import Progress, told, worker_table
 from elastic.controller.curves import Curves
+from elastic.observe.anatomy import PARTS, Shares, peaks_of, shares
 from elastic.store.files import open_folder, write_json
 
 STATUS: dict[str, Any] = {
@@ -156,12 +157,28 @@ def test_looking_again_at_once_reads_nothing(tmp_path):
 def test_curves_are_written_for_loss_speed_and_what_the_user_logged(tmp_path):
     curves = Curves(tmp_path / "tensorboard")
     curves.record(METRICS)
-    curves.record({**METRICS, "step": 2, "loss": None})
+    curves.record({**METRICS, "step": 2, "loss": None, "learning_rate": 0.5, "gradient_norm": 2.0})
+    row = {**dict.fromkeys((f"{part}_s" for part in PARTS), 0.1), "memory_bytes": 1 << 30}
+    rows = [{**row, "gpu_memory_bytes": None}]
+    curves.record_shares(Shares(2, 1.0, shares(rows), peaks_of(rows)))
     curves.close()
     (events,) = (tmp_path / "tensorboard").iterdir()
     content = events.read_bytes()
     counts = {tag: content.count(tag) for tag in (b"loss", b"step_s", b"user/accuracy", b"broken")}
     assert counts == {b"loss": 1, b"step_s": 2, b"user/accuracy": 2, b"broken": 0}
+    tags = (b"learning_rate", b"gradient_norm", b"samples_per_s", b"memory/process_gib", b"/gpu")
+    assert [content.count(tag) for tag in tags] == [1, 1, 2, 1, 0]
+
+
+def test_the_last_learning_rate_and_gradient_norm_are_shown(tmp_path):
+    scalars = {"learning_rate": 0.00025, "gradient_norm": 1.5}
+    write_json(open_folder(str(tmp_path)), "status.json", STATUS)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**METRICS, **scalars}) + "\n")
+    text = io.StringIO()
+    progress = Progress(Console(file=text, force_terminal=True, width=80))
+    look(progress, tmp_path)
+    progress.close()
+    assert "learning rate 0.00025  gradient norm 1.5000" in text.getvalue()
 
 
 def test_the_own_seconds_of_each_rank_are_shown_once_they_are_measured():

@@ -88,7 +88,7 @@ class Run:
             metrics = {
                 **{"step": self.step, "time": self.now, "loss": 1 / self.step, "step_s": 0.1},
                 **{"generation": self.generation, "world_size": 2, "samples": 8 * self.step},
-                **{"applied": True, "user": user},
+                **{"applied": True, "user": user, "learning_rate": 0.1, "gradient_norm": 2.0},
             }
             self.lines["metrics"].append(json.dumps(metrics))
             samples = {"step": self.step, "first": 8 * self.step - 8, "count": 8, "sha256": "0"}
@@ -184,6 +184,8 @@ def test_a_report_tells_of_workers_curves_recoveries_time_samples_and_how_to_do_
         assert told in page.text, told
     for title in ("Workers", "Loss", "Where the time went", "Anatomy of a step", "Configuration"):
         assert title in page.text
+    assert "Learning rate" in page.text
+    assert "Gradient norm" in page.text
 
 
 def test_nothing_that_a_run_names_or_says_is_markup(tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from elastic.observe.anatomy import PARTS, Shares, SharesByStep, newest, shares
+from elastic.observe.anatomy import PARTS, Shares, SharesByStep, newest, peaks_of, shares
 from elastic.store.files import open_folder
 from tests.cli.test_profile import row
 
@@ -25,7 +25,8 @@ def test_a_step_is_told_once_all_ranks_have_sent_it():
     seen = SharesByStep()
     assert seen.hear([row(1, 0, **of(1.0, 0.0)), row(2, 0, **of(1.0, 0.0))]) == []
     (first,) = seen.hear([row(1, 1, **of(0.0, 1.0))])
-    assert first == Shares(1, 1.0, shares([row(1, 0, **of(1.0, 1.0))]))
+    rows = [row(1, 0, **of(1.0, 1.0))]
+    assert first == Shares(1, 1.0, shares(rows), peaks_of(rows))
     assert [s.step for s in seen.hear([row(2, 1, **of(1.0, 0.0))])] == [2]
     assert seen.hear([row(2, 1, **of(1.0, 0.0))]) == []
 

@@ -8,8 +8,9 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from elastic.cli.app import app, main, run
+from elastic.cli.app import app, main
 from elastic.cli.job_file import expanded
+from elastic.cli.run import run
 from elastic.cli.run_options import words_of
 from elastic.cli.submit import packed
 from elastic.on_ray.driver.job_server import (

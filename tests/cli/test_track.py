@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.cli.app import main
-from elastic.observe.trackers import MOST_AT_ONCE, key_of, scalars_of
+from elastic.observe.trackers import MOST_AT_ONCE, key_of, logged_of
 
 STEPS = 300
 
@@ -184,4 +184,8 @@ def test_a_run_is_the_same_wherever_it_is_asked_for_and_has_a_key_that_trackers_
 
 def test_only_finite_numbers_are_logged():
     shown = {"loss": float("nan"), "step_s": 0.1, "user": {"a": True, "b": "x", "c": 2}}
-    assert scalars_of(shown) == {"step_s": 0.1, "c": 2.0}
+    assert logged_of(shown) == {"step_s": 0.1, "c": 2.0}
+    shown = {"step": 2, "samples": 16, "step_s": 0.5, "learning_rate": 0.1, "gradient_norm": None}
+    assert logged_of(shown) == {
+        **{"samples": 16, "step_s": 0.5, "learning_rate": 0.1, "samples_per_s": 16.0}
+    }

@@ -155,7 +155,7 @@ if __name__ == "__main__":
     result = elastic.run(
         Logging(sleep=0.01), loop=logging_loop, workers=(1, 2), steps=60, global_batch=48,
         micro_batch=6, reduction="bitwise", storage={str(tmp_path / "runs")!r}, name=sys.argv[1],
-        address={shared_head.address!r},
+        address={shared_head.address!r}, progress=True,
     )
     print(result.weights_sha256)
 """
@@ -183,6 +183,7 @@ if __name__ == "__main__":
         out, err = process.communicate()
         assert process.returncode == 0, err
         hashes.append(out.splitlines()[-1])
+        assert "step=60/60 loss=" in err
         metrics = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
         users.append([json.loads(line)["user"] for line in metrics])
         evaluated.append([(e["step"], e["values"]) for e in evaluations(name)])

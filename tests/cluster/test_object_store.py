@@ -143,6 +143,8 @@ def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(
     assert f"step {STEPS}: good" in again.elastic("checkpoint", "verify", again.place)
     assert str(STEPS) in again.elastic("checkpoint", "ls", again.place)
     assert "every decision is the same again" in again.elastic("replay", again.place)
+    assert {"w0.log", "w1.log"} <= set(again.folder.at("logs").names()), "of killed workers, too"
+    assert again.elastic("logs", again.place, "w0")
     assert leftovers(again.seen_pids) == []
 
 

@@ -18,6 +18,7 @@ VOTE = Vote(
     used=frozenset(),
     loss=1.0,
     divisor=1.0,
+    squares=1.0,
     rows=np.zeros(1, np.int64),
     user={},
     pace=Pace(0.0, 0.0, 0.0, wants_row=False),

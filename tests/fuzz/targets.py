@@ -18,7 +18,7 @@ from torch import nn
 
 from elastic import checkpoint
 from elastic.chaos.record import Done, write_done
-from elastic.cli import app
+from elastic.cli import app, data
 from elastic.config import RunConfig
 from elastic.control.accounting import open_account
 from elastic.control.replay import JOURNAL_TYPES
@@ -267,7 +267,7 @@ def look_at_metrics(place: Path) -> None:
 def look_at_samples(place: Path) -> None:
     planned = ((0, np.arange(8 * i, 8 * i + 8)) for i in range(10_000))
     folder = open_folder(str(place))
-    lines = app.data.read_records(folder, "samples.jsonl", app.data.SAMPLES_KINDS)
+    lines = data.read_records(folder, "samples.jsonl", data.SAMPLES_KINDS)
     found = check(lines, planned, 8)
     expected = [samples(step) for step in range(1, found.steps + 1)]
     assert found.findings or not found.steps or lines != expected

@@ -12,6 +12,7 @@ from ray.train import DataConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from elastic import ray_train
+from elastic.driver.scripts import ScriptRun, amounts_of, labels_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-script.md"
 
@@ -53,8 +54,12 @@ def test_every_public_name_is_in_the_table(module):
         ),
         ({"torch_config": TorchConfig(backend="mpi")}, "backend 'mpi' is not supported"),
         (
-            {"scaling_config": ScalingConfig(num_workers=2, resources_per_worker={"x": 1})},
-            "is not supported yet: only CPU and GPU are",
+            {"scaling_config": ScalingConfig(num_workers=2, resources_per_worker={"memory": 1})},
+            "['memory'] is not supported: workers are placed by CPUs, GPUs and",
+        ),
+        (
+            {"scaling_config": ScalingConfig(num_workers=2, label_selector=[{"a": "b"}, {}])},
+            "label_selector must be the same for all workers",
         ),
         (
             {"scaling_config": ScalingConfig(num_workers=2, placement_strategy="STRICT_PACK")},
@@ -93,6 +98,24 @@ def test_what_has_no_effect_is_told():
     assert ray_train.notes(asked) == [
         "TorchConfig timeout_s has no effect: a lost worker is noticed in 3 s at most"
     ]
+
+
+def test_where_workers_may_be_placed_is_asked_of_ray():
+    selector = {"ray.io/market-type": "in(spot,on-demand)", "disk": "!hdd"}
+    labels = labels_of(selector)
+    assert (
+        labels
+        == labels_of([selector, selector])
+        == ("ray.io/market-type=in(spot,on-demand),disk=!hdd")
+    )
+    assert labels_of(None) is labels_of({}) is amounts_of({"CPU": 2}) is amounts_of(None) is None
+    asked = ScriptRun(
+        script="s.py", folder=None, storage="/runs", name="r", workers=(1, 2), is_range=False,
+        device="cpu", max_failures=0, labels=labels, accelerator_type="A100",
+        worker_resources=amounts_of({"CPU": 2, "nic": 0.5}),
+    )  # fmt: skip
+    need = asked.config.resources.need("cpu")
+    assert (need.labels, need.accelerator_type, need.others) == ((selector,), "A100", {"nic": 0.5})
 
 
 def test_half_of_the_workers_are_enough():

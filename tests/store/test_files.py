@@ -24,10 +24,9 @@ from elastic.store.remote import is_refused
 @pytest.fixture(params=["local", "object store"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     """The same files, once as a local directory, once through a filesystem without append."""
-    local = arrow_fs.LocalFileSystem()
     if request.param == "local":
-        return Folder(local, str(tmp_path))
-    return Folder(arrow_fs.SubTreeFileSystem(str(tmp_path), local), "")
+        return Folder(None, str(tmp_path))
+    return Folder(arrow_fs.SubTreeFileSystem(str(tmp_path), arrow_fs.LocalFileSystem()), "")
 
 
 def test_a_file_that_is_written_twice_holds_the_second_content_and_leaves_nothing_else(folder):

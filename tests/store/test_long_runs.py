@@ -5,12 +5,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elastic.driver.resume import newest_generation, read_past_run
 from elastic.store import tiers
+from elastic.store.entries import Entry
 from elastic.store.files import Folder, write_json
 from elastic.store.journal import LineFile, LineTail, read_backwards, read_lines, segments
 from elastic.store.run_directory import UPLOAD_EVERY_S
@@ -50,9 +50,9 @@ class Counted(Folder):
         self.asked["read"] += 1
         return super().read(name)
 
-    def _stat(self, name: str) -> Any:
+    def _entry(self, path: str) -> Entry | None:
         self.asked["stat"] += 1
-        return super()._stat(name)
+        return super()._entry(path)
 
     def write(self, name: str, content: bytes, *, is_durable: bool = True) -> None:
         self._change("write")

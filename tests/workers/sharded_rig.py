@@ -201,7 +201,7 @@ def train(
         train_state.casting.restore()
         reduced = reducer.finish()
         reduced = strategy.before_vote(reduced, group.read)
-        is_bad = torch.tensor([not reduced.is_finite(group.read)], dtype=torch.int64)
+        is_bad = torch.tensor([not reduced.magnitude(group.read).is_finite], dtype=torch.int64)
         group.control.all_reduce(is_bad).wait()
         mine = [name in reducer.used for name in train_state.parameters]
         used = torch.tensor(mine, dtype=torch.int64)

@@ -20,7 +20,7 @@ from workers.reduction.norm import (
     squares_by_halves,
     squares_by_norms,
 )
-from workers.reduction.reducers import Reduced
+from workers.reduction.reducers import Magnitude, Reduced
 
 
 def _gradients() -> list[torch.Tensor]:
@@ -169,8 +169,21 @@ def test_clipping_tells_what_is_not_finite_without_another_pass() -> None:
         "unused": torch.full((2,), math.inf, dtype=torch.float64),  # counts for nothing
     }
     reduced = Reduced(gradients, {}, squares)
-    assert reduced.is_finite(lambda found: found), "float32 numbers have squares in float64"
+    assert reduced.magnitude(lambda found: found).is_finite, (
+        "float32 numbers have squares in float64"
+    )
+    assert reduced.magnitude(lambda found: found, {"a"}).squares == pytest.approx(12e60 + 5)
     gradients["b"][2] = math.nan
     squares["b"] = row_squares([gradients["b"]])
-    assert not Reduced(gradients, {}, squares).is_finite(lambda found: found)
-    assert not Reduced(gradients, {}).is_finite(lambda found: found)
+    assert not Reduced(gradients, {}, squares).magnitude(lambda found: found).is_finite
+    assert not Reduced(gradients, {}).magnitude(lambda found: found).is_finite
+
+
+def test_the_pass_that_looks_for_infinities_tells_the_squares_of_what_is_own():
+    gradients = {"a": torch.ones(3, 4), "b": torch.full((5,), 2.0)}
+    for own, squares in ((set(), 0.0), ({"b"}, 20.0), ({"a", "b"}, 32.0)):
+        found = Reduced(gradients, {}).magnitude(lambda found: found, own)
+        assert found == Magnitude(is_finite=True, squares=pytest.approx(squares))
+    gradients["a"][1, 2] = math.inf
+    assert not Reduced(gradients, {}).magnitude(lambda found: found, {"b"}).is_finite
+    assert Reduced({}, {}).magnitude(lambda found: found) == Magnitude(True, 0.0)

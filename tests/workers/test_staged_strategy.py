@@ -99,7 +99,7 @@ def train(
             reducer.serve_pass()
         state.casting.restore()
         reduced = strategy.before_vote(reducer.finish(), group.read)
-        is_bad = torch.tensor([not reduced.is_finite(group.read)], dtype=torch.int64)
+        is_bad = torch.tensor([not reduced.magnitude(group.read).is_finite], dtype=torch.int64)
         group.control.all_reduce(is_bad).wait()
         mine = [parameter in reducer.used for parameter in state.parameters]
         used = torch.tensor(mine, dtype=torch.int64)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.workers.fake_groups import ThreadGroup, run_threads
+from workers.reduction.reducers import Magnitude
 from workers.step.timing import NO_TIMING
 from workers.step.vote import (
     Ballot,
@@ -39,7 +40,8 @@ def said_by(rank: int) -> Ballot:
         wants_pause=False,
         is_saving=False,
         wants_save=bool(rank),
-        is_finite=True,
+        magnitude=Magnitude(is_finite=True, squares=0.25 + rank),
+        timing=replace(NO_TIMING, rank=rank),
     )
 
 
@@ -57,6 +59,7 @@ def test_ranks_that_hold_other_parameters_speak_of_them_by_name():
     assert first.used == second.used == {"head.bias"}
     assert first.untracked == second.untracked == {"norm.mean"}
     assert (first.loss, first.divisor, first.rows.tolist()) == (1.0, 2.0, [7, 8])
+    assert first.squares == second.squares == 1.5
     assert (first.should_pause, first.should_save, first.is_finite) == (False, True, True)
 
 

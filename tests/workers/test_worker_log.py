@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pyarrow.fs
 import pytest
 
-from elastic.store import remote
 from tests.workers.session_rig import FakeLink, spec
 from workers.checkpoint.saver import Saver
 from workers.worker import Worker
@@ -25,8 +24,7 @@ def store(monkeypatch):
         return pyarrow.fs.LocalFileSystem(), str(store.folder)
 
     store = SimpleNamespace(answers=answers, said=said)
-    filesystems = SimpleNamespace(FileSystem=SimpleNamespace(from_uri=from_uri))
-    monkeypatch.setattr(remote, "arrow_fs", filesystems)
+    monkeypatch.setattr(pyarrow.fs, "FileSystem", SimpleNamespace(from_uri=from_uri))
     return store
 
 
@@ -35,7 +33,7 @@ def worker(tmp_path, store):
     (tmp_path / "config.json").write_text("{}")
     store.folder = tmp_path
     worker = object.__new__(Worker)
-    worker._spec, worker._is_warm, worker._place = spec(), True, PLACE
+    worker._spec, worker._is_warm, worker._uploader = spec(), True, None
     worker._built = SimpleNamespace(saver=Saver(FakeLink(), worker._spec))  # pyright: ignore
     folders = []
     worker._log = SimpleNamespace(
@@ -52,6 +50,7 @@ def test_who_is_told_where_to_log_waits_for_a_store_that_is_away(worker, store):
 
 
 def test_a_log_that_cannot_be_brought_to_the_store_stays(worker, store, capsys):
-    store.answers[:] = [False]
+    worker._uploader = SimpleNamespace(join=lambda: "NETWORK_CONNECTION")
     worker._keep_log()
-    assert f"log stays in {worker._log.path} reason=" in capsys.readouterr().err
+    said = f'log stays in {worker._log.path} reason="NETWORK_CONNECTION"'
+    assert said in capsys.readouterr().err

@@ -155,10 +155,16 @@ def record_of(step: int, prepared: Prepared, vote: Vote, global_batch: int) -> S
         step_s=prepared.step_s,
         applied=vote.is_finite,
         user={k: v if math.isfinite(v) else None for k, v in vote.user.items()},
+        learning_rate=prepared.taken_with.learning_rate,
+        gradient_norm=gradient_norm(vote, prepared.taken_with.loss_scale),
     )
-    first = (step - 1) * global_batch
-    samples = SampleRecord(step, first, global_batch, vote.rows_sha256)
+    samples = SampleRecord(step, (step - 1) * global_batch, global_batch, vote.rows_sha256)
     return StepRecord(metrics, samples, vote.pace.idle_s)
+
+
+def gradient_norm(vote: Vote, loss_scale: float) -> float | None:
+    """Of the means over the step; None if they are not finite."""
+    return math.sqrt(vote.squares) / (vote.divisor * loss_scale) if vote.is_finite else None
 
 
 def vote_in(known: KnownSteps) -> CompletedVote | None:

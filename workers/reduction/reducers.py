@@ -17,6 +17,17 @@ from workers.torch_private.tensors import norms_of
 
 
 @dataclass(frozen=True, slots=True)
+class Magnitude:
+    """Of a step's gradients, which are sums."""
+
+    is_finite: bool
+    """Every number that this rank has of them is."""
+    squares: float
+    """Of the numbers that are this rank's own, added up; only if all are finite it means
+    something."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reduced:
     """Sums over all micro-batches of a step, by name: on every rank, or a rank's rows where
     sharded."""
@@ -28,21 +39,31 @@ class Reduced:
     squares: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Of all rows of each gradient, on the host; empty where nothing is clipped."""
 
-    def is_finite(self, read: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """read: of the group that has summed them. No second pass where the norm is known: squares
-        of finite numbers are finite in float64 (of float64 up to 1e154)."""
-        if self.gradients and self.squares.keys() >= self.gradients.keys():
-            squares = torch.cat([self.squares[name] for name in self.gradients])
-            return math.isfinite(float(squares.sum()))
-        by_device: dict[torch.device, list[torch.Tensor]] = {}  # shards may be in host memory
-        for gradient in self.gradients.values():
-            by_device.setdefault(gradient.device, []).append(local(gradient))
-        return all(bool(read(_are_finite(gradients))) for gradients in by_device.values())
+    @property
+    def are_squares_known(self) -> bool:
+        """Those of every gradient, on every rank."""
+        return bool(self.gradients) and self.squares.keys() >= self.gradients.keys()
 
-
-def _are_finite(gradients: list[torch.Tensor]) -> torch.Tensor:
-    each = norms_of(gradients)
-    return torch.isfinite(torch.stack([n.float() for n in each])).all()
+    def magnitude(
+        self, read: Callable[[torch.Tensor], torch.Tensor], own: Set[str] = frozenset()
+    ) -> Magnitude:
+        """read: of the group that has summed them. own: names of those that are this rank's own.
+        One pass tells both, and none where the norm is known: squares of finite numbers are finite
+        in float64 (of float64 up to 1e154)."""
+        if self.are_squares_known:
+            squares = float(torch.cat([self.squares[name] for name in self.gradients]).sum())
+            return Magnitude(math.isfinite(squares), squares if own else 0.0)
+        by_device: dict[torch.device, list[str]] = {}  # shards may be in host memory
+        for name, gradient in self.gradients.items():
+            by_device.setdefault(gradient.device, []).append(name)
+        norms: list[float] = []
+        total = 0.0
+        for names in by_device.values():
+            each = norms_of([local(self.gradients[name]) for name in names])
+            found = read(torch.stack([norm.float() for norm in each])).tolist()
+            norms += found
+            total += sum(n * n for name, n in zip(names, found, strict=True) if name in own)
+        return Magnitude(all(map(math.isfinite, norms)), total)
 
 
 class Reducer(Protocol):

@@ -18,14 +18,14 @@ import torch
 from elastic.protocol.errors import StepCancelled, WrongInput
 from elastic.protocol.step_record import VoteHead
 from workers.distributed.process_group import AnyGroup
-from workers.reduction.reducers import Reduced
+from workers.reduction.reducers import Magnitude, Reduced
 from workers.reduction.tree import fold_scalars
 from workers.step.timing import NO_TIMING, Pace, Timing, pace_of
 
 _COUNTS = (
     8  # names, pause, non-finite, unknown log names, untracked buffers, busy savers, save, row
 )
-_TIMES = 2  # of each rank: gather, reduce
+_OF_RANK = 3  # of each rank: gather, reduce, squares
 Logged = dict[str, float | torch.Tensor]
 Read: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Loss = tuple[torch.Tensor, torch.Tensor | None]
@@ -66,7 +66,7 @@ class VoteLayout:
     @property
     def size(self) -> int:
         per_id = self.num_microbatches * self.slots_per_microbatch
-        per_rank = self.world_size * (_TIMES + 2 * len(self.log_names))
+        per_rank = self.world_size * (_OF_RANK + 2 * len(self.log_names))
         return _COUNTS + len(self.names.parameters) + len(self.names.buffers) + per_rank + per_id
 
 
@@ -95,10 +95,15 @@ class Ballot:
     wants_pause: bool
     is_saving: bool
     wants_save: bool
-    is_finite: bool
+    magnitude: Magnitude
     timing: Timing = NO_TIMING
     logged: Mapping[str, float] = field(default_factory=dict)
     """Of a rank without micro-batches of its own."""
+
+    @property
+    def of_rank(self) -> tuple[float, float, float]:
+        """Numbers that only this rank has."""
+        return self.timing.gather_s, self.timing.reduce_s, self.magnitude.squares
 
     @property
     def log_names(self) -> list[str]:
@@ -123,6 +128,8 @@ class Vote:
     """Parameters that some micro-batch gave a gradient."""
     loss: float
     divisor: float
+    squares: float
+    """Of all summed gradients, added up; not finite if they are not."""
     rows: np.ndarray  # int64, (global_batch,)
     user: dict[str, float]
     pace: Pace
@@ -130,6 +137,15 @@ class Vote:
     @property
     def rows_sha256(self) -> str:
         return hashlib.sha256(self.rows.astype("<i8").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TakenWith:
+    """What the optimizer takes a step with."""
+
+    learning_rate: float | None = None
+    """Of its first group of parameters; None if nobody knows."""
+    loss_scale: float = 1.0
 
 
 class Repeated(StepCancelled):
@@ -145,6 +161,7 @@ class Prepared:
     step_s: float
     generation: int
     """Of those who computed it: others may roll it forward."""
+    taken_with: TakenWith = TakenWith()
 
 
 # --- what is kept of each micro-batch until the vote -------------------------------------
@@ -308,20 +325,19 @@ def _bits(value: float) -> int:
 def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
     """A rank's contribution: int64, (layout.size,)."""
     vector = np.zeros(layout.size, np.int64)
-    has_unknown = bool(set(ballot.log_names) - set(layout.log_names))
     vector[:_COUNTS] = (
         layout.names.digest,
         ballot.wants_pause,
-        not ballot.is_finite,
-        has_unknown,
+        not ballot.magnitude.is_finite,
+        bool(set(ballot.log_names) - set(layout.log_names)),
         bool(ballot.untracked),
         ballot.is_saving,
         ballot.wants_save,
         ballot.timing.wants_row,
     )
-    used, untracked, times, outside, table = _parts(layout, vector)
+    used, untracked, of_ranks, outside, table = _parts(layout, vector)
     outside[ballot.timing.rank] = _logged_row(layout, ballot.logged)
-    times[ballot.timing.rank] = _bits(ballot.timing.gather_s), _bits(ballot.timing.reduce_s)
+    of_ranks[ballot.timing.rank] = [_bits(number) for number in ballot.of_rank]
     used[:] = [name in ballot.used for name in layout.names.parameters]
     untracked[:] = [name in ballot.untracked for name in layout.names.buffers]
     for record in ballot.records:
@@ -342,17 +358,17 @@ def _logged_row(layout: VoteLayout, logged: Mapping[str, float]) -> list[int]:
 
 
 def _parts(layout: VoteLayout, vector: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Behind the counts, as views: a slot per parameter, one per buffer, two rows per rank (its
-    times, and what it logged outside of micro-batches), one per micro-batch."""
+    """Behind the counts, as views: a slot per parameter, one per buffer, two rows per rank (its own
+    numbers, and what it logged outside of micro-batches), one per micro-batch."""
     at = _COUNTS + len(layout.names.parameters)
     end = at + len(layout.names.buffers)
-    behind = end + layout.world_size * _TIMES
+    behind = end + layout.world_size * _OF_RANK
     last = behind + layout.world_size * 2 * len(layout.log_names)
-    times, outside, table = vector[end:behind], vector[behind:last], vector[last:]
+    of_ranks, outside, table = vector[end:behind], vector[behind:last], vector[last:]
     return (
         vector[_COUNTS:at],
         vector[at:end],
-        times.reshape(layout.world_size, _TIMES),
+        of_ranks.reshape(layout.world_size, _OF_RANK),
         outside.reshape(layout.world_size, -1),
         table.reshape(layout.num_microbatches, -1),
     )
@@ -373,9 +389,9 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
     """
     digests, pauses, nonfinite, unknown, _, saving, saves, rows = vector[:_COUNTS].tolist()
     _check_names(layout, digests)
-    used, untracked, times, outside, table = _parts(layout, vector)
-    losses, weights = table[:, 0].view(np.float64), table[:, 1].view(np.float64)
-    losses, weights = np.ascontiguousarray(losses), np.ascontiguousarray(weights)
+    used, untracked, of_ranks, outside, table = _parts(layout, vector)
+    losses, weights = np.ascontiguousarray(table[:, :2].T).view(np.float64)
+    gather_s, reduce_s, squares = np.ascontiguousarray(of_ranks.T).view(np.float64)
     is_weighted = ~np.isnan(weights)
     if is_weighted.any() and not is_weighted.all():
         raise ValueError(
@@ -391,7 +407,6 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
                 "value must not depend on the samples (keep it as a floating buffer, or outside)"
             )
     column += len(layout.integer_buffers)
-    total = fold_scalars(losses)
     return Vote(
         should_pause=bool(pauses),
         is_saving=bool(saving),
@@ -400,11 +415,12 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
         has_unknown_names=bool(unknown),
         untracked=_named(layout.names.buffers, untracked),
         used=_named(layout.names.parameters, used),
-        loss=total / divisor if divisor else math.nan,
+        loss=fold_scalars(losses) / divisor if divisor else math.nan,
         divisor=divisor,
+        squares=float(squares.sum()),
         rows=np.ascontiguousarray(table[:, 2 : 2 + layout.micro_batch]).reshape(-1),
         user=_means(layout.log_names, np.concatenate([table[:, column:], outside])),
-        pace=_pace(times, wants_row=bool(rows)),
+        pace=pace_of(gather_s.tolist(), reduce_s.tolist(), wants_row=bool(rows)),
     )
 
 
@@ -419,12 +435,6 @@ def _means(log_names: tuple[str, ...], table: np.ndarray) -> dict[str, float]:
             is_one = bool((values == values[0]).all())
             means[name] = float(values[0]) if is_one else fold_scalars(values) / len(values)
     return means
-
-
-def _pace(times: np.ndarray, *, wants_row: bool) -> Pace:
-    """times: int64, (ranks, _TIMES), the bits of seconds."""
-    gather_s, reduce_s = np.ascontiguousarray(times.T).view(np.float64).tolist()
-    return pace_of(gather_s, reduce_s, wants_row=wants_row)
 
 
 def _check_names(layout: VoteLayout, sum_of_digests: int) -> None:
