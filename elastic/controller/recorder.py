@@ -199,7 +199,7 @@ class Recorder:
 
     @property
     def _kind(self) -> type[RunDirectory]:
-        return RunDirectory if self.level is None else ScriptDirectory
+        return ScriptDirectory if is_script(self.order["content"]) else RunDirectory
 
     def _storage_failed(self, cause: str) -> None:
         if self._closing.is_set():
