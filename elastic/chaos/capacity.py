@@ -43,8 +43,8 @@ class Capacity:
     def make_room(self, room: int, now: float) -> None:
         """For so many workers. now: monotonic seconds. WrongInput if the cluster is too large."""
         self._holders = self._holders or self._make()
-        self._room, self._next_at = room, now + SETTLE_S
         self._holders.hold(max(0, self._holders.total() - room))
+        self._room, self._next_at = room, now + SETTLE_S
 
     def num_excess(self, num_placed: int, now: float) -> int:
         """How many of so many workers on the cluster must go now."""

@@ -97,8 +97,9 @@ class Injector:
     def _is_over(self) -> bool:
         if self._folder.exists("result.json"):
             return True
-        if self._lasting.ballast.is_there:  # nobody can write its status
-            return False
+        ballast = self._lasting.ballast
+        if ballast.is_there or time.monotonic() < ballast.gone_at + STALE_AFTER_S:
+            return False  # nobody could write its status
         changed = self._folder.modified("status.json")
         return changed is not None and time.time() - changed > STALE_AFTER_S
 
@@ -199,7 +200,7 @@ class Injector:
             case "drain":
                 self._lasting.drain(row["node_id"], spec.for_s or DRAIN_DEADLINE_S)
             case "cut" | "lossy":
-                at = self._lasting.lose_packets(row["node_id"], spec, until)
+                at = self._lasting.lose_packets(row["node_id"], spec)
             case "corrupt":
                 flip_bits(self._folder, row["name"], self._dice(strike))
             case "fill":

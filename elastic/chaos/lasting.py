@@ -36,7 +36,7 @@ class Lasting:
         self.capacity = Capacity(self._holders)
         self.room_strike: Strike | None = None
         """The last one on the capacity."""
-        self._device = "cpu"
+        self._rows: list[Row] = []
         self._mended_at = 0.0
 
     def look(self, now: float) -> None:
@@ -60,7 +60,7 @@ class Lasting:
         remote_faults.join(self._address)
         remote_faults.drain(node_id, deadline_s)
 
-    def lose_packets(self, node_id: str, spec: Fault, until: float) -> float:
+    def lose_packets(self, node_id: str, spec: Fault) -> float:
         """Of a node's links; the Unix time there when it begins. OSError, WrongInput if it cannot
         be done."""
         from elastic.on_ray.driver import packet_loss, remote_faults
@@ -68,14 +68,15 @@ class Lasting:
         remote_faults.join(self._address)
         assert spec.for_s is not None
         loss = packet_loss.ALL if spec.what == "cut" else spec.loss
-        at = packet_loss.lose_packets(node_id, loss, spec.for_s)
-        self._mended_at = max(self._mended_at, until + packet_loss.DELAY_S + MENDED_S)
-        return at
+        try:
+            return packet_loss.lose_packets(node_id, loss, spec.for_s)
+        finally:  # also if the answer is late
+            mended_at = time.monotonic() + packet_loss.DELAY_S + spec.for_s + MENDED_S
+            self._mended_at = max(self._mended_at, mended_at)
 
     def make_room(self, strike: Strike, status: dict[str, Any], now: float) -> None:
-        """As a strike on the capacity says."""
-        for row in status.get("workers", []):
-            self._device = str(row.get("device") or self._device)
+        """As a strike on the capacity says. WrongInput if the run is on another cluster."""
+        self._rows = status.get("workers", [])
         self.capacity.make_room(strike.room, now)
         self.room_strike = strike
 
@@ -83,5 +84,7 @@ class Lasting:
         from elastic.on_ray.driver import placeholders, remote_faults
 
         remote_faults.join(self._address)
+        placeholders.refuse_other_cluster({row["node_id"] for row in self._rows})
         config = read_json(self._run, "config.json") or {}
-        return placeholders.Placeholders(need_of(config, self._device))
+        device = next((str(row["device"]) for row in self._rows if row.get("device")), "cpu")
+        return placeholders.Placeholders(need_of(config, device))

@@ -6,6 +6,7 @@ When that happens is plan.py's, what the run makes of it elastic/store's.
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
@@ -78,6 +79,8 @@ class Ballast:
         self._path: Path | None = None
         self._limit_bytes = 0
         self._until = self._next_at = inf
+        self.gone_at = -inf
+        """Monotonic seconds, when there was room again."""
 
     @property
     def is_there(self) -> bool:
@@ -99,7 +102,7 @@ class Ballast:
         if now >= self._until or now == inf:
             self._path.unlink(missing_ok=True)
             self._tell(f"the ballast is gone: {self._path}")
-            self._path = None
+            self._path, self.gone_at = None, time.monotonic()
         elif now >= self._next_at:
             self._next_at = now + GROW_EVERY_S
             self._grow(self._path)

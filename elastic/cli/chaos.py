@@ -4,6 +4,7 @@ What happens is elastic/chaos; a typer group here, so that the scenario may come
 """
 
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,6 +86,8 @@ def run(
     if wait_s is None and folder.exists("result.json"):  # a run that was waited for may be short
         raise WrongInput(f"{run_dir}: the run has ended; `elastic chaos report` reports on it")
     refuse_impossible(plan, driver_pid, folder, address)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # whatever lasts is undone
+        signal.signal(number, signal.default_int_handler)
     Injector(folder, chosen, plan, address=address, driver_pid=driver_pid).run()
     return write_report(folder, report_path)
 

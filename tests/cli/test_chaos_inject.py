@@ -4,7 +4,9 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
+import time
 from math import inf
 from pathlib import Path
 
@@ -71,6 +73,24 @@ def test_a_worker_is_killed_and_the_next_fault_waits_for_its_phase(process, tmp_
         f"step 7: kill pid {workers[1].pid} w1",
         f"step 7: term pid {workers[0].pid} w0",
     ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_whoever_ends_the_command_leaves_no_process_stopped(process, tmp_path, number):
+    worker = process("ray::WorkerActor.run")
+    run = FakeRun(tmp_path / "run", [worker], num_faults=99)
+    run.write("config.json", {"workers": 1})
+    scenario = tmp_path / "s.yaml"
+    scenario.write_text("faults: [{what: stop, whom: {rank: 0}, for_s: 600, when: {step: 1}}]")
+    command = [sys.executable, "-m", "elastic", "chaos", str(scenario), str(run.directory)]
+    chaos = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while state_of(worker.pid) != "T":
+        assert chaos.poll() is None
+        os.utime(run.directory / "status.json")  # as of a run that is alive
+        time.sleep(0.01)
+    chaos.send_signal(number)
+    chaos.wait(60)
+    assert state_of(worker.pid) != "T"
 
 
 def test_only_processes_of_ray_are_ever_signalled(process, tmp_path):

@@ -113,6 +113,26 @@ def test_the_record_of_a_full_disk_is_written_when_there_is_room(small_disk):
     ]
 
 
+def test_a_status_that_is_old_because_the_disk_was_full_ends_no_scenario(small_disk):
+    run = FakeRun(small_disk / "run", [], num_faults=99)
+    old = time.time() - 60
+    faults = [{"what": "fill", "for_s": 0.2, "when": {"step": 1}}]
+    faults += [{"what": "fill", "for_s": 0.1, "when": {"after_s": 0.4}}]
+
+    def tell(line):
+        os.utime(run.directory / "status.json", (old, old))
+        run.told += ["gone"] if "ballast" in line else []
+        if run.told == ["gone"] * 2:
+            run.write("result.json", {})
+
+    folder = open_folder(str(run.directory))
+    scenario = parse_scenario({"faults": faults}, "s", small_disk)
+    Injector(folder, scenario, make_plan(scenario, 1), tell=tell).run()
+    assert [(d.what, d.for_s, d.note) for d in read_done(folder)] == [
+        ("fill", 0.2, ""), ("fill", 0.1, ""),
+    ]  # fmt: skip
+
+
 def test_a_large_disk_is_left_alone_before_anything_is_done(tmp_path):
     fault = {"what": "fill", "for_s": 1, "at_most_gb": 1e-6, "when": {"step": 1}}
     plan = make_plan(parse_scenario({"faults": [fault]}, "s", tmp_path), 2)
@@ -153,6 +173,8 @@ class FakeHolders:
         return 6
 
     def hold(self, count):
+        if count > MOST:
+            raise WrongInput("too many")
         self.held = count
 
 
@@ -169,6 +191,9 @@ def test_who_has_no_room_goes_once_the_slots_are_asked_for_and_again_if_it_comes
     assert capacity.num_excess(3, 100.0) == 0
     capacity.make_room(4, now=101.0)
     assert holders.held == 2
+    with pytest.raises(WrongInput):  # it stays as it was
+        capacity.make_room(-MOST, now=102.0)
+    assert capacity.num_excess(4, 150.0) == 0
     capacity.end()
     assert holders.held == 0
     assert capacity.num_excess(9, 200.0) == 0

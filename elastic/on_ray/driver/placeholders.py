@@ -49,6 +49,13 @@ class Placeholders:
             self._actors.append(make.options(**options).remote())
 
 
+def refuse_other_cluster(node_ids: set[str]) -> None:
+    """WrongInput unless one of a run's nodes is in the cluster that was joined: slots are taken
+    from nobody else."""
+    if node_ids.isdisjoint(machine.node_id for machine in machines()):
+        raise WrongInput("no worker of the run is on this Ray cluster: give its --address")
+
+
 def places_on(machine: Machine, need: Need) -> int:
     """How many such workers fit on the machine while it is empty."""
     if not need.fits(machine):
