@@ -4,7 +4,7 @@ What is shown of a run that goes on is progress.py's.
 """
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ from elastic.observe.bubble import measured_bubble
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import counted
 from elastic.store.files import Folder, encode
+from elastic.store.journal import read_backwards
 from elastic.store.run_directory import check_result, check_status
 
 FAILED = 1
@@ -46,7 +47,7 @@ def status(
         return 0
     size = counted(found["world_size"], "worker")
     print(f"{printable(found['phase'])}, generation {found['generation']}, {size}")
-    print(f"step {found['step']} of {found['steps']}")
+    print(step_text(folder, found))
     if layout := found.get("layout"):
         bubble = measured_bubble(folder, found["generation"])
         measured = "" if bubble is None else f"; {bubble:.2f} idle as measured"
@@ -61,6 +62,17 @@ def status(
     if rows := newest(folder):
         Console(soft_wrap=True).print(share_table(rows))
     return 0
+
+
+def step_text(folder: Folder, found: dict[str, Any]) -> str:
+    """found: of status.json. A script's steps are its optimizers'; where none is on record, as at
+    level 0, there are its reports."""
+    if "level" not in found:
+        return f"step {found['step']} of {found['steps']}"
+    newest = next(read_backwards(folder, "metrics.jsonl"), None)
+    if newest is not None and isinstance(step := newest.get("step"), int):
+        return f"step {step}"
+    return f"{counted(found['step'], 'report')} with a checkpoint"
 
 
 def watch(run_dir: RunDir, cluster: Cluster = None) -> int:
