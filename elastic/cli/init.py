@@ -78,7 +78,16 @@ def test_the_loss_falls():
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
 '''
-FILES = {"my_job.py": JOB, "elastic.yaml": JOB_FILE, "test_my_job.py": TEST}
+PYTEST = """[pytest]
+pythonpath = .
+"""
+"""The job is found wherever pytest is called, also in a folder with settings of its own."""
+FILES = {
+    "my_job.py": JOB,
+    "elastic.yaml": JOB_FILE,
+    "test_my_job.py": TEST,
+    "pytest.ini": PYTEST,
+}
 
 
 def init(

@@ -24,7 +24,7 @@ from elastic.on_ray.driver.raylet_words import hush_deaths
 from elastic.on_ray.driver.remnants import Remnants
 from elastic.on_ray.placement.autoscaling import can_add_gpus, refuse_unfillable, report
 from elastic.on_ray.placement.machines import choose_device, machines, torches_on
-from elastic.protocol.errors import ControllerLost, WrongInput
+from elastic.protocol.errors import ControllerLost, WrongInput, in_words
 from elastic.protocol.membership import counted
 from elastic.protocol.placing import Need
 from elastic.store.claim import this_machine
@@ -158,14 +158,20 @@ class RayDriver:
                 "--address of a cluster"
             )
         self.is_embedded = True
-        with request.slow_step("starting Ray on this machine"):
-            ray.init(
-                address="local",
-                num_cpus=request.num_slots * request.need("cpu").cpus + EMBEDDED_SPARE_CPUS,
-                include_dashboard=False,
-                _node_ip_address="127.0.0.1",  # nothing listens beyond this machine
-                **quiet,
-            )
+        try:
+            with request.slow_step("starting Ray on this machine"):
+                ray.init(
+                    address="local",
+                    num_cpus=request.num_slots * request.need("cpu").cpus + EMBEDDED_SPARE_CPUS,
+                    include_dashboard=False,
+                    _node_ip_address="127.0.0.1",  # nothing listens beyond this machine
+                    **quiet,
+                )
+        except Exception as error:  # a bare one where a process of its own is not up in time
+            raise OSError(
+                f"Ray does not start on this machine: {in_words(error)}; is it short of memory or "
+                "CPU time? Start the same run again"
+            ) from error
         self._at_close.callback(Remnants().close)
 
     def _runtime_env(self, folder: Path | None) -> dict[str, Any] | None:
