@@ -52,6 +52,15 @@ class View:
         return max(int(self.status["step"]), int(self.metrics.get("step", 0)))
 
     @property
+    def steps(self) -> int | None:
+        """Of the whole run; None if nobody knows: a script says itself when it is over."""
+        return None if self.is_script else int(self.status["steps"])
+
+    @property
+    def step_text(self) -> str:
+        return f"{self.step}" if self.steps is None else f"{self.step}/{self.steps}"
+
+    @property
     def world_size(self) -> int:
         """Of the last committed step: a run that has ended has no member any more."""
         return int(self.metrics.get("world_size", self.status["world_size"]))
@@ -69,13 +78,13 @@ class View:
 
     @property
     def is_script(self) -> bool:
-        """A script says itself when it is over, and nobody knows its loss."""
+        """Nobody knows its loss."""
         return "level" in self.status
 
     @property
     def left_s(self) -> float | None:
         """Seconds until the run is done; None if nobody knows, or it is."""
-        is_open = self.status["phase"] == "finished" or self.is_script
+        is_open = self.status["phase"] == "finished" or self.steps is None
         return None if is_open else self.course.left_s(self.status["steps"])
 
 
@@ -254,7 +263,7 @@ def step_line(view: View) -> str:
     pace = "" if speed is None else f"steps_per_s={speed_text(speed)} "
     pace += "" if left_s is None else f"left={duration(left_s)} "
     line = (
-        f"step={view.step}/{view.status['steps']} loss={view.loss_text} "
+        f"step={view.step_text} loss={view.loss_text} "
         f"step_s={view.metrics.get('step_s') or 0.0:.3f} {pace}"
         f"world_size={view.world_size} generation={view.generation}"
     )

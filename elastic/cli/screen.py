@@ -48,11 +48,13 @@ def head(view: Any) -> RenderableType:
     line = Table.grid(padding=(0, 2))
     wanted = status.get("wanted")
     of = "" if is_over or wanted is None else f" of {wanted_text(wanted)}"
-    line.add_row(
-        ProgressBar(total=max(int(status["steps"]), 1), completed=view.step, width=24),
-        Text(f"step {view.step}/{status['steps']}"),
+    cells: list[RenderableType] = [
+        Text(f"step {view.step_text}"),
         Text(f"{printable(status['phase'])}, {counted(size, 'worker')}{of}"),
-    )
+    ]
+    if view.steps is not None:
+        cells.insert(0, ProgressBar(total=max(view.steps, 1), completed=view.step, width=24))
+    line.add_row(*cells)
     return line
 
 
