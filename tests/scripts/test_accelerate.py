@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
-from tests.scripts.test_course import BATCH, SAMPLES, Uses, in_place, kill, used
+from tests.scripts.test_course import BATCH, SAMPLES, Uses, end_by, in_place, kill, used
+from workers.scripts.in_place.course import OTHER_ORDER
 from workers.scripts.in_place.dealing import plan_of
 from workers.scripts.in_place.sampled import is_shared, sampled
 
@@ -47,10 +48,12 @@ class BatchSamplerShard(BatchSampler):
             yield samples[begin : begin + size]
 
 
-def prepared(rank: int, samples: int = SAMPLES, batch_size: int = BATCH, **settings: Any) -> Any:
+def prepared(
+    rank: int, samples: int = SAMPLES, batch_size: int = BATCH, seed: int = 1, **settings: Any
+) -> Any:
     """As Accelerate makes it of a script's own loader."""
     dataset = TensorDataset(torch.arange(samples))
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     own = DataLoader(
         dataset,
         batch_size,
@@ -120,3 +123,17 @@ def test_a_loss_in_the_middle_of_a_pass_leaves_each_sample_to_be_used_once(lost_
         return used([net]), steps, course.refusal
 
     assert in_place(1, script) == [([[2.0] * SAMPLES], 8, "")] * 2
+
+
+@pytest.mark.parametrize("seeds", [(1, 1, 1), (1, 1, 2)], ids=["one seed", "seeds of their own"])
+def test_ranks_whose_samplers_have_other_orders_are_at_level_0(seeds):
+    def script(index: int) -> Any:
+        model = DistributedDataParallel(Uses())
+        for (samples,) in ahead(prepared(index, seed=seeds[index])):
+            model(samples).backward()
+        levels = dist.group.WORLD.course._regrouping.levels  # type: ignore[union-attr]
+        end_by(index, 2)
+        return levels
+
+    level = (1, "") if len(set(seeds)) == 1 else (0, OTHER_ORDER)
+    assert in_place(2, script) == [[level]] * 2

@@ -8,7 +8,7 @@ reduced is unit.py's, and what is loaded is loader.py's.
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn, Protocol
 from weakref import ReferenceType
 
@@ -39,6 +39,7 @@ FROM_ELSEWHERE = (
 )
 AFTER_A_LOSS = "with fewer ranks than it was called with, the script met"
 OTHER_RANKS = "ranks are other members' since the script has called a collective that names some"
+OTHER_ORDER = "a sampler of Accelerate's has not the same order on all ranks: give them one seed"
 IN_FLIGHT = "a collective of the script's own is in flight while gradients meet"
 OTHERS = (
     "a model has parameters that it had not when DistributedDataParallel was made of it: their "
@@ -149,6 +150,8 @@ class Training:
     """By all members."""
     suspicion: str = ""
     """Will be a refusal if anything is trained."""
+    orders: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    """Number of a loader, and a digest of its samples in order, which the others have not heard."""
     has_new_parameters: bool = False
     """Some module has got one, which may be of a model that had its own before."""
 
@@ -192,8 +195,9 @@ class Course:
 
     @property
     def has_news(self) -> bool:
-        """A refusal that the others have not heard."""
-        return bool(self.refusal) and not self.training.is_refusal_heard
+        """A refusal that the others have not heard, or the order of a pass."""
+        has_any = bool(self.refusal) or bool(self.training.orders)
+        return has_any and not self.training.is_refusal_heard
 
     def refuse(self, why: str) -> None:
         """From now on a loss has the script called again. The others hear it with the next unit."""
@@ -217,6 +221,10 @@ class Course:
             if (learns := model()) is not None:
                 learns.add_samples(weight)
 
+    def note_order(self, number: int, digest: str) -> None:
+        """Of the pass that a loader begins, to train: all members are to have the same one."""
+        self.training.orders.append((number, digest))
+
     def begin_forward(self) -> None:
         """With gradients: what was delivered until now may be of the next unit."""
         self.training.is_open = True
@@ -230,7 +238,7 @@ class Course:
 
     def end_unit(self, size: int, num_refusing: int) -> None:
         """What was delivered before its forward has counted, the part of every member. size: so
-        many have had one. num_refusing: members whose refusal not all have heard."""
+        many have had one. num_refusing: members that have news."""
         has_all = size == len(self.members)
         members = self.members if has_all else self.operations.members_before
         used = [loader.count(is_training=True, members=members) for loader in self.loaders]
@@ -241,7 +249,7 @@ class Course:
         if training.num_without_samples > REUSED and self.operations.samples != "survivors":
             self.suspect(FROM_ELSEWHERE)
         if num_refusing and not training.is_refusal_heard:
-            self._hear_refusal()
+            self._hear_news()
         if training.suspicion:
             if len(self.members) < self.num_ranks:
                 self.deny(f"{training.suspicion}, and a rank is lost")
@@ -251,10 +259,15 @@ class Course:
             if not self.refusal:
                 self._regrouping.say_level(1, "")
 
-    def _hear_refusal(self) -> None:
-        """All members do; from then on it is everybody's."""
-        said = self.exchange(self.refusal)
-        found = [f"rank {member}: {why}" for member, why in said.items() if why]
+    def _hear_news(self) -> None:
+        """All members do; from then on a refusal is everybody's."""
+        orders, self.training.orders = self.training.orders, []
+        said = self.exchange([self.refusal, orders])
+        known: dict[int, str] = {}
+        for _, of_member in said.values():
+            if any(known.setdefault(number, order) != order for number, order in of_member):
+                self.suspect(OTHER_ORDER)
+        found = [f"rank {member}: {why}" for member, (why, _) in said.items() if why]
         if found:  # else whoever has refused is lost
             self.training.is_refusal_heard = True
             self.refuse(found[0])

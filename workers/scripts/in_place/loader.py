@@ -6,6 +6,7 @@ old share are dropped. Any other loader of training data refuses: nobody knows w
 are.
 """
 
+import hashlib
 import logging
 import weakref
 from array import array
@@ -136,6 +137,10 @@ class Pass:
     def iterations(self) -> int:
         return self._plan.iterations
 
+    def digest(self) -> str:
+        """Of its samples in their order."""
+        return hashlib.sha256(self._samples.tobytes()).hexdigest()
+
     def draw(self, batches: Iterator[Any]) -> Any:
         """The next batch of these that is not of a share that was dealt again."""
         self._course.check()
@@ -260,6 +265,8 @@ class Loaders:
             return rays_own(loader)
         opened = self._dealer(loader).begin(loader, self._carried(loader))
         opened.holds_back = self._holds_back
+        if is_shard(loader.batch_sampler) and torch.is_grad_enabled():
+            self._course.note_order(self._dealer(loader).number, opened.digest())
         self._opening = (loader.batch_sampler, opened)
         try:
             with self._given(loader):

@@ -16,7 +16,8 @@ from workers.scripts.in_place.dealing import Shape
 OF_SHARDS = "BatchSamplerShard"
 """The class by its name: a script may have any version of Accelerate, or none."""
 ALIKE = ("torch.utils.data.", "accelerate.")
-"""Where samplers come from that give the same order on all ranks of Accelerate's."""
+"""Where samplers come from that give the same order on all ranks of Accelerate's, if they have the
+same seed: course.py compares it in each pass."""
 
 
 def is_shared(loader: Any, seats: set[tuple[int, int]]) -> bool:

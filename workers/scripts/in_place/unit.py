@@ -28,7 +28,7 @@ class Part:
     weight: float
     """1 for a batch of the script's own size."""
     refuses: bool = False
-    """It cannot go on in place after a loss; the others have not heard it yet."""
+    """It has news that the others have not heard: that it cannot go on in place, for one."""
 
 
 class Outcome(NamedTuple):
