@@ -17,6 +17,8 @@ ADDED = (
     "data.json",
 )
 """Files that a run makes if they are not there, or segments of them."""
+RENAMED = {"commits.jsonl": "samples.jsonl"}
+"""A run of an earlier version had it under another name, if it had the other file."""
 LOGS = "logs"
 
 
@@ -33,7 +35,8 @@ class Before:
         """While nobody else may write the run. Others may have put files here meanwhile, so only
         what a run makes goes. Lines that were appended to older files stay."""
         for name in (*REWRITTEN, *ADDED):  # without config.json the feed writes nothing more
-            if name not in self.names and not numbered(self.names, name):
+            known = (name, RENAMED.get(name, name))
+            if not any(n in self.names or numbered(self.names, n) for n in known):
                 for each in (name, *numbered(self.folder.names(), name)):
                     self.folder.delete(each)
         if LOGS not in self.names:

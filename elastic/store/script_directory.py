@@ -1,7 +1,8 @@
 """`ScriptDirectory`: the run directory of a script's run.
 
 Its metrics.jsonl has the steps of the script's optimizers. The engine's own steps are its reports
-with a checkpoint, whose lines are in commits.jsonl; all else is as run_directory.py has it.
+with a checkpoint, whose lines are in commits.jsonl; all else is as run_directory.py has it. Runs of
+earlier versions have those in metrics.jsonl; opening one brings it to the same shape.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from elastic.protocol.step_record import StepMetrics
 from elastic.store.applied_steps import AppliedSteps
-from elastic.store.journal import LineFile
+from elastic.store.files import Folder, sync_directory
+from elastic.store.journal import LineFile, joined, numbered
 from elastic.store.run_directory import RunDirectory
 
 
@@ -22,6 +24,15 @@ class ScriptDirectory(RunDirectory):
     def _open_files(self, spool: Path | None, launch: str, undo: ExitStack) -> None:
         super()._open_files(spool, launch, undo)
         self._applied = AppliedSteps(self.directory, self._remote, self._lock)
+
+    def _open(self, name: str) -> LineFile:
+        if name == self.RECORD and has_earlier_shape(self.folder, self.RECORD):
+            for earlier, own in (
+                (RunDirectory.MOVED, self.MOVED),
+                (RunDirectory.RECORD, self.RECORD),  # the last one, by which it is known
+            ):
+                rename(self.directory, self._remote, earlier, own)
+        return super()._open(name)
 
     @property
     def _files(self) -> tuple[LineFile | None, ...]:
@@ -37,3 +48,27 @@ class ScriptDirectory(RunDirectory):
         super().flush(with_status=with_status)
         with self._lock:
             self._applied.upload()
+
+
+def has_earlier_shape(folder: Folder, record: str) -> bool:
+    """There are steps of the engine's, and no file of theirs."""
+    sizes = folder.sizes()
+    if record in sizes or numbered(sizes, record):
+        return False
+    samples = "samples.jsonl"
+    return any(sizes[name] for name in (samples, *numbered(sizes, samples)) if name in sizes)
+
+
+def rename(directory: Path, remote: Folder | None, name: str, new_name: str) -> None:
+    """A file of lines, here and in storage that cannot append, if it is there."""
+    if (directory / name).exists():
+        (directory / name).rename(directory / new_name)
+        sync_directory(directory)
+    if remote is None:
+        return
+    names = remote.names()
+    found = [each for each in (name, *numbered(names, name)) if each in names]
+    if found:
+        remote.write(new_name, joined(remote, name))
+    for each in found:
+        remote.delete(each)

@@ -5,13 +5,17 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from elastic.control.transition import start
 from elastic.controller.recorder import Recorder
 from elastic.driver.resume import SCRIPT
 from elastic.protocol.messages.to_controller import ScriptSteps
 from elastic.store import run_directory
+from elastic.store.before import look_at
 from elastic.store.files import Folder, open_folder
 from elastic.store.journal import read_lines
+from elastic.store.run_directory import RunDirectory
 from elastic.store.script_directory import ScriptDirectory
 from tests.scripts.test_applied import lines
 from tests.store.test_claim import bucket
@@ -70,3 +74,28 @@ def test_a_store_that_cannot_append_has_each_step_once(tmp_path, monkeypatch: An
     assert on_record(store.at("r")) == [(1, 1), (2, 4), (3, 4)]
     assert on_record(store.at("r"), "metrics.rolledback.jsonl") == [(2, 1), (3, 1)]
     assert on_record(store.at("r"), "commits.jsonl") == [(1, 1)]
+
+
+@pytest.mark.parametrize("is_bucket", [False, True], ids=["local", "bucket"])
+def test_a_run_of_an_earlier_version_keeps_its_record(tmp_path, is_bucket):
+    """Of which the engine's lines are in metrics.jsonl, and those that were moved aside."""
+    store = bucket(tmp_path / "bucket") if is_bucket else open_folder(str(tmp_path))
+    before = RunDirectory(store, "r", spool=tmp_path / "spool", launch="a")
+    for step in (1, 2, 3):
+        assert before.record_step(metrics(step), samples(step))
+    before.roll_back(2)
+    before.close()
+    folder = store.at("r")
+    held = look_at(folder)
+    kept = {name: read_lines(folder, name) for name in ("metrics.jsonl", "samples.jsonl")}
+    undone = ScriptDirectory(store, "r", spool=tmp_path / "another node", launch="a")
+    undone.undo(held)
+    for spool in ("a third one", "a fourth one"):
+        run = ScriptDirectory(store, "r", spool=tmp_path / spool, launch="a")
+        assert run.last_step == 2
+        run.close()
+    assert read_lines(folder, "commits.jsonl") == kept["metrics.jsonl"]
+    assert read_lines(folder, "samples.jsonl") == kept["samples.jsonl"]
+    assert [step for step, _ in on_record(folder, "commits.rolledback.jsonl")] == [3]
+    assert on_record(folder) == []
+    assert "metrics.rolledback.jsonl" not in folder.names()
