@@ -39,6 +39,10 @@ ELSEWHERE = {
     "on_ray/feed/shard.py waited_for",
     "on_ray/driver/remote_faults.py join",  # a command's process
     "on_ray/driver/remote_faults.py signal_process",
+    "on_ray/driver/packet_loss.py lose_packets",
+    "on_ray/driver/placeholders.py Placeholders.hold",
+    "on_ray/driver/placeholders.py Placeholders.total",
+    "on_ray/driver/placeholders.py refuse_other_cluster",
     "on_ray/driver/remote_run.py ask_to_end",
     "on_ray/driver/remote_run.py controller_of",
     "on_ray/driver/remote_run.py answer_of",
