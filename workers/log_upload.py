@@ -23,8 +23,8 @@ EVERY_S = 5.0
 SEGMENT_BYTES = 1 << 18
 """An upload writes the last segment anew, so that there are few of them."""
 ENOUGH_S = 8.0
-"""So long a worker waits for its log to be in the bucket, before its end; link.LAST_WORDS_S is more,
-so that it can say that the log is not there."""
+"""So long a worker waits for its log to be in the bucket, before its end. link.LAST_WORDS_S is
+more, so that it can say that the log is not there."""
 LAST_S = 4.0
 """So long the process may take once the worker is gone, also in a store that hangs."""
 NICENESS = 10
