@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,11 +22,16 @@ from elastic.store.journal import joined, segment_name, segments
 EVERY_S = 5.0
 SEGMENT_BYTES = 1 << 18
 """An upload writes the last segment anew, so that there are few of them."""
-ENOUGH_S = 10.0
-"""So long a worker waits for its log to be in the bucket, before its end."""
-LAST_S = 8
-"""So long the process may take once the worker is gone."""
+ENOUGH_S = 8.0
+"""So long a worker waits for its log to be in the bucket, before its end. link.LAST_WORDS_S is
+more, so that it can say that the log is not there."""
+LAST_S = 4.0
+"""So long the process may take once the worker is gone, also in a store that hangs."""
 NICENESS = 10
+DETACHED = """trap '' TERM; exec 3<&0; "$@" <&3 3<&- &"""
+"""A shell that leaves a process which is nobody's child: Ray ends those of a worker that it kills.
+A signal to the whole container or node is for the worker, whose last words are brought then."""
+CODE = "import sys; sys.path += sys.argv[1:]; from workers.log_upload import main; main()"
 
 
 class LogUpload:
@@ -41,6 +47,8 @@ class LogUpload:
         """What an earlier launch has left; None as long as the bucket was not asked."""
         self._start = self._end = 0
         """Of the last segment, and of what the bucket has, in bytes of the local file."""
+        self._joined = 0
+        """What is in one file there, in bytes of the local file."""
 
     @property
     def has_news(self) -> bool:
@@ -60,17 +68,21 @@ class LogUpload:
             name = segment_name(self._path.name, at) if at else self._path.name
             self._folder.write(name, content)
             self._end = self._start + len(content)
-            if len(content) == SEGMENT_BYTES:
-                self._start = self._end
+            if len(content) < SEGMENT_BYTES:
+                break  # what has come meanwhile is the next call's
+            self._start = self._end
 
     def join(self) -> None:
         """All of it, in one file."""
         self.bring()
         assert self._earlier is not None
-        content = self._path.read_bytes()
-        if content and (self._start or self._earlier):
+        if self._joined == self._end:
+            return
+        if self._start or self._earlier:
+            content = self._path.read_bytes()
             self._publish(self._earlier + content)
             self._start = self._end = len(content)
+        self._joined = self._end
 
     def _publish(self, content: bytes) -> None:
         self._folder.write(self._path.name, content)
@@ -79,17 +91,21 @@ class LogUpload:
 
 
 class LogUploader:
-    """The process, of one worker; it ends with it."""
+    """The process, of one worker; it ends within LAST_S of it."""
 
     def __init__(self, path: Path, place: str) -> None:
-        """place: the run directory, a URI, which may hold a secret and is in no command line."""
-        code = "from workers.log_upload import main; main()"
+        """place: the run directory, a URI, which may hold a secret and is in no command line.
+        OSError if the process cannot be started."""
+        # the user's modules come last: they may be named as those of the standard library
+        paths = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            ["/bin/sh", "-c", DETACHED, "sh", sys.executable, "-P", "-c", CODE, *paths],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            start_new_session=True,
         )
+        self._process.wait()
         self._say({"path": str(path), "place": place, "worker": os.getpid()})
 
     def join(self) -> str:
@@ -107,6 +123,33 @@ class LogUploader:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(words).encode() + b"\n")
         self._process.stdin.flush()
+
+
+def ends_with(worker: int, orders: int) -> list[int]:
+    """This process ends LAST_S after `worker`, a process id, or after the end of its `orders`, a
+    pipe, whatever it is about. Gives what becomes readable with the worker's end: nothing where the
+    kernel has no such thing, and the pipe must do. ProcessLookupError if the worker is gone."""
+    poll, ends = select.poll(), list[int]()
+    poll.register(orders, select.POLLHUP)
+    try:
+        ends.append(os.pidfd_open(worker))  # a child forked from the worker keeps the pipe open
+        poll.register(ends[0], select.POLLIN)
+    except ProcessLookupError:
+        end_soon()
+        raise
+    except OSError as error:
+        print(f"without pidfd_open: {error}", file=sys.stderr)
+
+    def watch() -> None:
+        poll.poll()
+        end_soon()
+
+    threading.Thread(target=watch, name="end", daemon=True).start()
+    return ends
+
+
+def end_soon() -> None:
+    signal.setitimer(signal.ITIMER_REAL, LAST_S)  # by the kernel: Python may be stuck
 
 
 def main() -> None:
@@ -131,13 +174,17 @@ def main() -> None:
             return first_line(error)
         return ""
 
-    while os.getppid() == told["worker"]:
-        if not select.select([orders], [], [], EVERY_S)[0]:
-            if upload is None or upload.has_news:
-                attempt(LogUpload.bring)
-        elif orders.readline():
-            print(json.dumps(attempt(LogUpload.join)), flush=True)
-        else:
-            break
-    signal.alarm(LAST_S)
+    with suppress(ProcessLookupError):
+        ends = ends_with(told["worker"], orders.fileno())
+        while True:
+            ready = select.select([orders, *ends], [], [], EVERY_S)[0]
+            if not ready:
+                if upload is None or upload.has_news:
+                    attempt(LogUpload.bring)
+            elif ready == [orders] and orders.readline():
+                answer = json.dumps(attempt(LogUpload.join)) + "\n"
+                with suppress(OSError):  # it may be gone by now
+                    os.write(1, answer.encode())
+            else:
+                break
     attempt(LogUpload.join)

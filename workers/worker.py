@@ -413,7 +413,10 @@ class Worker:
         spool = Path(tempfile.gettempdir()) / self._spec.run_id
         self._log.move_to(folder / "logs" if folder else spool)
         if folder is None and self._uploader is None and self._log.path is not None:
-            self._uploader = LogUploader(self._log.path, place)
+            try:
+                self._uploader = LogUploader(self._log.path, place)
+            except OSError as error:
+                print(f'log stays in {self._log.path} reason="{error}"', file=sys.stderr)
         self._warm_up()
 
     def _keep_log(self) -> None:

@@ -77,8 +77,9 @@ def labels_of(selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None) 
 
 def amounts_of(resources: Mapping[str, float] | None) -> str | None:
     """Ray Train's `resources_per_worker`, but for what RunConfig has other words for."""
-    others = {name: n for name, n in (resources or {}).items() if name not in ("CPU", "GPU")}
-    return ",".join(f"{name}={amount:g}" for name, amount in others.items()) or None
+    others = {name: n for name, n in (resources or {}).items() if n and name not in ("CPU", "GPU")}
+    texts = (f"{name}={n:f}".rstrip("0").rstrip(".") for name, n in others.items())
+    return ",".join(texts) or None
 
 
 def may_go_on_in_place() -> bool:

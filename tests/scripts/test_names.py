@@ -109,6 +109,8 @@ def test_where_workers_may_be_placed_is_asked_of_ray():
         == ("ray.io/market-type=in(spot,on-demand),disk=!hdd")
     )
     assert labels_of(None) is labels_of({}) is amounts_of({"CPU": 2}) is amounts_of(None) is None
+    assert amounts_of({"TPU": 0}) is None
+    assert amounts_of({"a": 10, "b": 1e-05, "c": 123456.7}) == "a=10,b=0.00001,c=123456.7"
     asked = ScriptRun(
         script="s.py", folder=None, storage="/runs", name="r", workers=(1, 2), is_range=False,
         device="cpu", max_failures=0, labels=labels, accelerator_type="A100",

@@ -87,5 +87,8 @@ def test_a_learning_rate_is_a_number_that_the_host_knows():
     groups = [{"params": [weight], "lr": 0.125}]
     assert learning_rate(torch.optim.SGD(groups, lr=0.5)) == 0.125
     bare = torch.optim.SGD([weight], lr=0.5)
+    for unknown in (float("nan"), torch.tensor(float("inf")), torch.ones(2)):
+        bare.param_groups[0]["lr"] = unknown
+        assert learning_rate(bare) is None
     del bare.param_groups[0]["lr"]
     assert learning_rate(bare) is None

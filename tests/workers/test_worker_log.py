@@ -54,3 +54,15 @@ def test_a_log_that_cannot_be_brought_to_the_store_stays(worker, store, capsys):
     worker._keep_log()
     said = f'log stays in {worker._log.path} reason="NETWORK_CONNECTION"'
     assert said in capsys.readouterr().err
+
+
+def test_a_worker_whose_log_cannot_be_brought_goes_on(worker, monkeypatch, capsys):
+    def uploader(path, place):
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr("workers.worker.reach_folder", lambda place: SimpleNamespace(local=None))
+    monkeypatch.setattr("workers.worker.LogUploader", uploader)
+    worker._log_to(PLACE)
+    said = f'log stays in {worker._log.path} reason="Cannot allocate memory"'
+    assert said in capsys.readouterr().err
+    assert worker._uploader is None
