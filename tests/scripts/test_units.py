@@ -104,6 +104,30 @@ def test_a_pass_without_gradients_counts_for_no_unit(course, is_inside):
         assert replica(model).weight == 1.0
 
 
+def test_an_evaluation_without_gradients_in_its_loop_counts_no_samples(course):
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    to_train, to_evaluate = loader_of(), loader_of()
+    for epoch in range(2):
+        for (inputs,) in to_evaluate:
+            with torch.no_grad():
+                measured = model(inputs)
+            dist.all_reduce(measured)
+            evaluated = course.stand().passes[0]
+            assert evaluated.counted == evaluated.drawn
+        for number, (inputs,) in enumerate(to_train):
+            if (epoch, number) == (0, 0):
+                with torch.no_grad():
+                    model(inputs)
+            model(inputs).sum().backward()
+            optimizer.step()
+            trained = course.stand().passes[1]
+            assert trained.counted == trained.drawn == number
+    course.applied.tell()
+    told = [line.samples for line in listening(course).steps]
+    assert told == list(range(BATCH, 2 * SAMPLES + 1, BATCH))
+
+
 def test_a_batch_drawn_after_the_forward_is_not_of_its_unit(course):
     model = DistributedDataParallel(nn.Linear(2, 1))
     batches = iter(loader_of())

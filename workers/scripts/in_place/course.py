@@ -87,7 +87,11 @@ class Stands(Protocol):
     def number(self) -> int: ...
     def stand(self) -> InPass: ...
     def lose(self, index: int, number: int, loss: Loss) -> None: ...
-    def begin_forward(self) -> None: ...
+    @property
+    def is_measured(self) -> bool: ...
+    def begin_forward(self) -> bool: ...
+    def measure(self) -> None: ...
+    def take_back(self) -> None: ...
     def count(self, *, is_training: bool, members: Sequence[int]) -> int: ...
 
 
@@ -138,6 +142,8 @@ class Training:
     has_begun: bool = False
     num_without_samples: int = REUSED
     """Units since the script had a batch of ours."""
+    num_batches: int = 0
+    """That the script has had."""
     has_rank: bool = False
     """The script has asked for its rank, or was told it at its start."""
     asks_for_rank: bool = False
@@ -217,6 +223,7 @@ class Course:
     def add_samples(self, weight: float) -> None:
         """The script has a batch: 1 if it is of the script's own size."""
         self.training.num_without_samples = 0
+        self.training.num_batches += 1
         for model in self.models:
             if (learns := model()) is not None:
                 learns.add_samples(weight)
@@ -233,8 +240,14 @@ class Course:
             self.training.has_new_parameters = False
             if any(m.has_others() for model in self.models if (m := model()) is not None):
                 self.refuse(OTHERS)
+        if not any([loader.begin_forward() for loader in self.loaders]):
+            for loader in self.loaders:
+                loader.take_back()
+
+    def measure(self) -> None:
+        """A forward without gradients: the newest batch is not trained on, so far."""
         for loader in self.loaders:
-            loader.begin_forward()
+            loader.measure()
 
     def end_unit(self, size: int, num_refusing: int) -> None:
         """What was delivered before its forward has counted, the part of every member. size: so
@@ -370,8 +383,9 @@ class Course:
     def _count_measured(self) -> None:
         """What was measured over a pass's samples has met."""
         self.operations.sole = None
-        if not torch.is_grad_enabled():
-            for loader in self.loaders:
+        is_measuring = not torch.is_grad_enabled()
+        for loader in self.loaders:
+            if is_measuring or loader.is_measured:
                 loader.count(is_training=False, members=self.members)
 
     def mend_collective(self, error: PeerLost, own: OwnCollective) -> bool:

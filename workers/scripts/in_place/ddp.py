@@ -81,7 +81,9 @@ class Replica:
             self.course.begin_forward()
             self._weights += self._coming or self._measured
             self._coming, self._measured = [], []
-        elif not self._measured:
+            return
+        self.course.measure()
+        if not self._measured:
             self._measured, self._coming = self._coming[-1:], self._coming[:-1]
 
     def after_forward(self, output: Any, *, is_synchronised: bool) -> None:

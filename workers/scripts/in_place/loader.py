@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Dealer:
         self._course, self._number = course, number
         self._loader, self._dataset = weakref.ref(loader), reference(loader.dataset)
         self._num_passes = 0
+        self._has_trained = False
         self._pass: Pass | None = None
 
     @property
@@ -75,10 +77,30 @@ class Dealer:
         if self._pass is not None and (index, number) == (self.number, self._num_passes):
             self._pass.lose(loss)
 
-    def begin_forward(self) -> None:
-        """What comes to the script from now on is not of this forward."""
+    @property
+    def is_measured(self) -> bool:
+        return self._pass is not None and self._pass.is_measured
+
+    def begin_forward(self) -> bool:
+        """What comes to the script from now on is not of this forward. Whether it may be of what
+        has come."""
+        of = self._pass
+        if of is None:
+            return False
+        is_new = of.is_training and of.delivered > of.forwarded
+        of.forwarded = of.delivered
+        self._has_trained |= is_new
+        return is_new
+
+    def measure(self) -> None:
+        """A forward without gradients has begun. A loader that has trained is one to train."""
+        if self._pass is not None and not self._has_trained:
+            self._pass.measure()
+
+    def take_back(self) -> None:
+        """A forward with gradients has begun, and none has a batch that was not measured."""
         if self._pass is not None:
-            self._pass.forwarded = self._pass.delivered
+            self._has_trained |= self._pass.take_back()
 
     def count(self, *, is_training: bool, members: Sequence[int]) -> int:
         """is_training: a unit has ended; else a collective outside of training. Gives how many
@@ -105,6 +127,19 @@ def reference(dataset: Any) -> Callable[[], Any]:
         return lambda: None
 
 
+@dataclass(slots=True)
+class Use:
+    """Of a pass: what for."""
+
+    is_training: bool = True
+    is_measured: bool = False
+    """It is drawn with gradients, and its batches have forwards without them only."""
+    num_measured: int = 0
+    """So many iterations are not trained on, although others are."""
+    delivered_at: int = -1
+    """With the newest batch the script has had so many, of all loaders."""
+
+
 class Pass:
     """One pass over the data, on one member: what is drawn, and where it stands."""
 
@@ -126,7 +161,7 @@ class Pass:
         self._held: deque[tuple[int, bool]] = deque()
         """Drawn by a loader around this one, which has not delivered them; and whether to train."""
         self.drawn = self.delivered = self.forwarded = self.counted = -1
-        self.is_training = True
+        self._use = Use()
         self.holds_back = False
         """A loader around this one says what it delivers."""
         self._draws_ahead = is_shard(loader.batch_sampler)
@@ -140,6 +175,14 @@ class Pass:
     def digest(self) -> str:
         """Of its samples in their order."""
         return hashlib.sha256(self._samples.tobytes()).hexdigest()
+
+    @property
+    def is_training(self) -> bool:
+        return self._use.is_training
+
+    @property
+    def is_measured(self) -> bool:
+        return self._use.is_measured
 
     def draw(self, batches: Iterator[Any]) -> Any:
         """The next batch of these that is not of a share that was dealt again."""
@@ -157,8 +200,10 @@ class Pass:
             iteration = self._loading.popleft()
             if iteration is not None:
                 break
-        self.drawn, self.is_training = iteration, torch.is_grad_enabled()
-        self._held.append((iteration, self.is_training))
+        has_gradients = torch.is_grad_enabled()
+        self.drawn = iteration
+        self._use.is_training = has_gradients and not self.is_measured
+        self._held.append((iteration, has_gradients))
         if len(self._held) > 1 if self._draws_ahead else not self.holds_back:
             self.deliver()
         return batch
@@ -170,11 +215,26 @@ class Pass:
             size = len(self._plan.share(self.delivered, self._course.member))
             if is_training:
                 self._course.add_samples(size / self._plan.shape.batch_size)
+                self._use.delivered_at = self._course.training.num_batches
+
+    def measure(self) -> None:
+        """The newest batch of the script's has had a forward without gradients; is it of here?"""
+        if self.is_training and self._use.delivered_at == self._course.training.num_batches:
+            self._use.is_training, self._use.is_measured = False, True
+
+    def take_back(self) -> bool:
+        """The newest batch of the script's is trained on; is it of here?"""
+        if not self.is_measured or self._use.delivered_at != self._course.training.num_batches:
+            return False
+        self._use.is_training, self._use.is_measured = True, False
+        self._use.num_measured = self.delivered
+        return True
 
     def count(self, until: int, members: Sequence[int]) -> int:
         """All iterations up to this one have counted. Gives the samples that these members have
         used in them for training."""
-        new, self.counted = range(self.counted + 1, until + 1), until
+        new = range(max(self.counted + 1, self._use.num_measured), until + 1)
+        self.counted = until
         if not self.is_training:
             return 0
         return sum(self._plan.num_used(iteration, members) for iteration in new)
