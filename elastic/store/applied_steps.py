@@ -39,6 +39,10 @@ class AppliedSteps:
         """The step of the last line, and its generation."""
         self._call = 0
         """The newest that has told of steps."""
+        self._waiting: list[StepMetrics] = []
+        """Not looked at yet: there was no room on the disk when they came."""
+        self._is_aside = False
+        """What is moved aside at hand is with the other file."""
 
     @property
     def files(self) -> tuple[LineFile | None, ...]:
@@ -50,18 +54,24 @@ class AppliedSteps:
 
         call: the generation in which the call of the script has begun that they are of. base: it
         has begun behind so many steps; later ones on record, of calls before it, move aside.
+        OSError if they cannot be written; the next call does it then.
         """
         if call < self._call:  # of a rank that was lost, late
             return []
+        if call > self._call:
+            self._waiting = [step for step in self._waiting if step.step <= base]
         self._call = call
+        self._waiting += steps
         if base < self.last and self._generation < call:
             with self._lock:
                 self._go_back(base)
-        new = [step for step in steps if step.step > self.last]
-        for step in new:
-            self.lines.keep(encode(step.to_line()) + b"\n")
-        if new:
-            self.last, self._generation = new[-1].step, new[-1].generation
+        new: list[StepMetrics] = []
+        for step in self._waiting:
+            if step.step > self.last:
+                self.lines.keep(encode(step.to_line()) + b"\n")
+                self.last, self._generation = step.step, step.generation
+                new.append(step)
+        self._waiting = []
         self.lines.write()
         return new
 
@@ -79,9 +89,12 @@ class AppliedSteps:
             later = file.read()
         if self.moved is None:
             self.moved = LineFile(self._directory / ROLLED_BACK, self._remote, is_new=True)
-        self.moved.keep(later)
+        if not self._is_aside:
+            self.moved.keep(later)
+            self._is_aside = True
         self.moved.sync()
         self.lines.truncate_here(end)
+        self._is_aside = False
         self.last, self._generation = self._end()
 
     def _end(self) -> tuple[int, int]:

@@ -1,6 +1,8 @@
 """Steps of a script's optimizers are lines of metrics.jsonl, each once, whatever is said twice."""
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,3 +145,19 @@ def test_a_move_that_a_crash_has_interrupted_is_ended(opened, tmp_path):
     content = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.rolledback.jsonl").write_text("".join(content[1:]))
     assert (opened().last, on_record(tmp_path)) == (1, [(1, 1)])
+
+
+def test_steps_that_come_while_the_disk_is_full_are_on_record_later(opened, tmp_path, monkeypatch):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    steps = opened()
+    steps.record(1, 0, lines(1, 1, 2, 3))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space"):
+                steps.record(4, 1, lines(4, 2))
+    assert steps.record(4, 1, lines(4, 3)) == lines(4, 2, 3)
+    assert on_record(tmp_path) == [(1, 1), (2, 4), (3, 4)]
+    assert on_record(tmp_path, "metrics.rolledback.jsonl") == [(2, 1), (3, 1)]
