@@ -2,6 +2,7 @@
 tests run: its sampler and its loader, which draws one batch ahead, are of the same shape here."""
 
 from collections.abc import Iterator
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from tests.scripts.test_course import BATCH, SAMPLES, Uses, end_by, in_place, kill, used
+from tests.scripts.test_units import alone
 from workers.scripts.in_place.course import OTHER_ORDER
 from workers.scripts.in_place.dealing import plan_of
+from workers.scripts.in_place.loader import Instead, Loaders
 from workers.scripts.in_place.sampled import is_shared, sampled
 
 RANKS = 3
@@ -65,6 +68,12 @@ def prepared(
     return DataLoader(dataset, batch_sampler=shard)
 
 
+def is_accelerates(function: Any) -> Any:
+    """It is known by the module that it is of."""
+    return FunctionType(function.__code__, globals() | {"__name__": "accelerate.data_loader"})
+
+
+@is_accelerates
 def ahead(loader: Any) -> Iterator[Any]:
     """It knows of each batch whether it is the last one."""
     batches = iter(loader)
@@ -77,6 +86,12 @@ def ahead(loader: Any) -> Iterator[Any]:
             return
         yield current
         current = following
+
+
+def shard_of_one() -> Any:
+    dataset = TensorDataset(torch.arange(SAMPLES))
+    shard = BatchSamplerShard(DataLoader(dataset, BATCH).batch_sampler, 1, 0)
+    return DataLoader(dataset, batch_sampler=shard)
 
 
 @pytest.mark.parametrize("split_batches", [False, True])
@@ -137,3 +152,31 @@ def test_ranks_whose_samplers_have_other_orders_are_at_level_0(seeds):
 
     level = (1, "") if len(set(seeds)) == 1 else (0, OTHER_ORDER)
     assert in_place(2, script) == [[level]] * 2
+
+
+def test_a_batch_of_a_shard_that_is_iterated_by_hand_is_delivered_at_once():
+    with alone() as course:
+        loader = shard_of_one()
+        for _ in loader:
+            course.begin_forward()
+            (stands,) = course.stand().passes
+            course.end_unit(1, 0)
+            assert course.stand().passes[0].counted == stands.drawn
+        for number, _ in enumerate(ahead(loader)):
+            course.begin_forward()
+            course.end_unit(1, 0)
+            assert course.stand().passes[0].counted == number
+
+
+def test_a_loader_that_keeps_its_iterator_is_dealt_in_the_next_call_too():
+    """As one with persistent workers does, whose iterator keeps what gives it its batches."""
+    loader = shard_of_one()
+    kept = loader._iterator = SimpleNamespace(_index_sampler=loader.batch_sampler)
+    for _ in range(2):
+        with alone() as course:
+            loaders = Loaders(course)
+            with loaders._given(loader):
+                if not isinstance(kept._index_sampler, Instead):
+                    kept._index_sampler = loader.batch_sampler  # as it is made
+                assert kept._index_sampler is loader.batch_sampler
+            assert loader.batch_sampler is not kept._index_sampler

@@ -7,6 +7,7 @@ are.
 """
 
 import hashlib
+import inspect
 import logging
 import weakref
 from array import array
@@ -23,9 +24,13 @@ from workers.scripts.in_place.call_state import InPass
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.dealing import Loss, Plan, dealt_again, plan_of
 from workers.scripts.in_place.sampled import is_shard, is_shared, sampled
+from workers.scripts.ranks import module_of
+from workers.torch_private.loading import hand_batches
 
 log = logging.getLogger(__name__)
 Iterate = Callable[[Any], Iterator[Any]]
+OWN, ACCELERATE = ("torch.", "workers.", "elastic."), "accelerate."
+"""By the names of their modules."""
 REMEMBERED = 4
 """Loaders of the script's that are gone: what they have left over may still be used."""
 
@@ -119,6 +124,14 @@ class Dealer:
         return [] if self._pass is None else self._pass.take_left_over()
 
 
+def is_opened_by_accelerate() -> bool:
+    """The loader that is being opened is one that Accelerate's draws from."""
+    frame = inspect.currentframe()
+    while frame is not None and module_of(frame).startswith(OWN):
+        frame = frame.f_back
+    return frame is not None and module_of(frame).startswith(ACCELERATE)
+
+
 def reference(dataset: Any) -> Callable[[], Any]:
     """Of what cannot be referred to weakly, a list for one, nothing is known later."""
     try:
@@ -164,7 +177,7 @@ class Pass:
         self._use = Use()
         self.holds_back = False
         """A loader around this one says what it delivers."""
-        self._draws_ahead = is_shard(loader.batch_sampler)
+        self.draws_ahead = False
         """A loader around this one draws a batch before it delivers the one before."""
         self.has_ended = False
 
@@ -194,7 +207,7 @@ class Pass:
                 batch = next(batches)
             except StopIteration:
                 self.has_ended = True
-                if self._draws_ahead:
+                if self.draws_ahead:
                     self.deliver()
                 raise
             iteration = self._loading.popleft()
@@ -204,7 +217,7 @@ class Pass:
         self.drawn = iteration
         self._use.is_training = has_gradients and not self.is_measured
         self._held.append((iteration, has_gradients))
-        if len(self._held) > 1 if self._draws_ahead else not self.holds_back:
+        if len(self._held) > 1 if self.draws_ahead else not self.holds_back:
             self.deliver()
         return batch
 
@@ -325,6 +338,7 @@ class Loaders:
             return rays_own(loader)
         opened = self._dealer(loader).begin(loader, self._carried(loader))
         opened.holds_back = self._holds_back
+        opened.draws_ahead = is_shard(loader.batch_sampler) and is_opened_by_accelerate()
         if is_shard(loader.batch_sampler) and torch.is_grad_enabled():
             self._course.note_order(self._dealer(loader).number, opened.digest())
         self._opening = (loader.batch_sampler, opened)
@@ -339,7 +353,8 @@ class Loaders:
         """Within, the loader asks us for its batches, whatever class its batch sampler is of."""
         before = loader.batch_sampler
         if type(before) is not BatchSampler:  # whose own is replaced (seams.py)
-            vars(loader)["batch_sampler"] = Instead(before, self)
+            instead = vars(loader)["batch_sampler"] = Instead(before, self)
+            hand_batches(loader, instead, Instead)
         try:
             yield
         finally:
