@@ -47,8 +47,9 @@ START_S = 60.0
 """For one to import Ray, on a machine that is busy."""
 NETWORK = "FORK_NETWORK"
 """The environment variable that names the file of the network namespace where programs run."""
-OWN = {NETWORK, "PYTEST_CURRENT_TEST", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_TMPDIR"}
-"""Variables that nobody reads while Ray is imported: tests, jobs and nodes differ in them."""
+OF_ONE_TEST = "PYTEST_CURRENT_TEST"
+"""The one variable that no program reads, and every test has another one. Ray reads that of the job
+while it is imported: a worker of the next job would say that it is of this one, and be sent away."""
 CLONE_NEWNET = 0x40000000
 
 
@@ -224,7 +225,7 @@ def send_to_ray(
     address: str, order: Order, files: tuple[int, int, int]
 ) -> tuple[socket.socket, int]:
     """As `send`, to the server that has imported Ray in this environment, started if need be."""
-    about = sorted((k, v) for k, v in order.env.items() if k not in OWN)
+    about = sorted((k, v) for k, v in order.env.items() if k != OF_ONE_TEST)
     of_env = f"{address}-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
     deadline, is_asked = time.monotonic() + START_S, False
     while True:
