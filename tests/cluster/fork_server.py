@@ -49,7 +49,7 @@ NETWORK = "FORK_NETWORK"
 """The environment variable that names the file of the network namespace where programs run."""
 OF_ONE_TEST = "PYTEST_CURRENT_TEST"
 """The one variable that no program reads, and every test has another one. Ray reads that of the job
-while it is imported: a worker of the next job would say that it is of this one, and be sent away."""
+while it is imported: a worker of the next job would say that it is of this one and be sent away."""
 CLONE_NEWNET = 0x40000000
 
 
