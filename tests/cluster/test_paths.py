@@ -15,7 +15,7 @@ from tests.cluster.test_stop import NODE
 
 pytestmark = pytest.mark.cluster
 
-ROWS, BATCH, MORE = 100, 24, "p1.parquet"
+ROWS, BATCH, MORE = 100, 24, "beside_the_job.parquet"
 BESIDE = ("dropping.py", "fed.py", "toy.py")
 JOB = f"""
 from pathlib import Path
@@ -34,8 +34,7 @@ def test_relative_paths_are_the_same_data_in_another_package_and_elsewhere(
     nodes, tmp_path, ray_temp
 ):
     nodes.add_node(**NODE)
-    session = Path(nodes.head_node.get_session_dir_path())  # earlier tests have theirs beside it
-    earlier = shipped_in(session)
+    session = Path(nodes.head_node.get_session_dir_path())
     job = tmp_path / "job"
     (job / "set").mkdir(parents=True)
     for name in BESIDE:
@@ -64,9 +63,8 @@ def test_relative_paths_are_the_same_data_in_another_package_and_elsewhere(
     assert_complete(run, 12)
     plan = json.loads((run.directory / "data.json").read_text())["plan"]
     assert list(plan["files"]) == [MORE, "set/p0.parquet"]
-    packages = shipped_in(session) - earlier
     written = "__pycache__"  # by workers that imported it
-    shipped = [sorted({path.name for path in p.iterdir()} - {written}) for p in packages]
+    shipped = [sorted(names - {written}) for names in shipped_in(session) if MORE in names]
     assert shipped == [sorted([*BESIDE, "job.py", MORE, "set"])] * 2, (
         "one of each start, without runs"
     )
@@ -77,6 +75,10 @@ def test_relative_paths_are_the_same_data_in_another_package_and_elsewhere(
     assert "12 steps used 288 rows, each as planned: 2 whole epochs" in done.stdout
 
 
-def shipped_in(session: Path) -> set[Path]:
-    """The packages that the nodes have unpacked."""
-    return {p for p in session.glob("**/working_dir_files/_ray_pkg_*") if p.is_dir()}
+def shipped_in(session: Path) -> list[set[str]]:
+    """What is in each package that the nodes have unpacked, those of other tests among them.
+
+    A node that joins may unpack one of an earlier test at any time.
+    """
+    folders = [p for p in session.glob("**/working_dir_files/_ray_pkg_*") if p.is_dir()]
+    return [{path.name for path in folder.iterdir()} for folder in folders]
