@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
-from tests.scripts.test_course import BATCH, SAMPLES, Uses, end_by, in_place, kill, used
+from tests.scripts.test_course import BATCH, SAMPLES, Uses, end_behind, in_place, kill, used
 from tests.scripts.test_units import alone
 from workers.scripts.in_place.course import OTHER_ORDER
 from workers.scripts.in_place.dealing import plan_of
@@ -147,7 +147,7 @@ def test_ranks_whose_samplers_have_other_orders_are_at_level_0(seeds):
         for (samples,) in ahead(prepared(index, seed=seeds[index])):
             model(samples).backward()
         levels = dist.group.WORLD.course._regrouping.levels  # type: ignore[union-attr]
-        end_by(index, 2)
+        end_behind(index, 2)
         return levels
 
     level = (1, "") if len(set(seeds)) == 1 else (0, OTHER_ORDER)

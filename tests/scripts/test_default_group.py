@@ -59,6 +59,7 @@ def test_a_lost_peer_ends_a_backward():
         with as_default(group):
             model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))  # no buffers to send
             model(torch.randn(3, 4)).sum().backward()
+            ranks.meet([0, 1])
             if ranks.index == 1:
                 ranks.tell(None)
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -148,6 +148,8 @@ def test_survivors_of_a_killed_stage_go_on_with_the_bits_of_an_undisturbed_rank(
         ranks.once_said("abort", group.abandon)
 
         def die(state: Any) -> None:
+            if state.step == LOST_AFTER:
+                ranks.meet([0, 1, 2, 3])  # nobody is in that step any more
             if state.step == LOST_AFTER and ranks.index == 2:
                 ranks.tell("killed")
                 os.kill(os.getpid(), signal.SIGKILL)
