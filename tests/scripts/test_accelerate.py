@@ -2,6 +2,7 @@
 tests run: its sampler and its loader, which draws one batch ahead, are of the same shape here."""
 
 from collections.abc import Iterator
+from itertools import islice
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from tests.scripts.test_course import BATCH, SAMPLES, Uses, end_behind, in_place, kill, used
 from tests.scripts.test_units import alone
@@ -99,7 +100,7 @@ def shard_of_one() -> Any:
 @pytest.mark.parametrize("samples", [3, 36, 38])
 def test_without_a_loss_each_rank_has_the_batches_of_its_shard(samples, drop_last, split_batches):
     settings = {"samples": samples, "drop_last": drop_last, "split_batches": split_batches}
-    found, shape = sampled(prepared(0, **settings), 0)
+    found, shape = sampled(prepared(0, **settings).batch_sampler, 0)
     plan = plan_of(shape, (0, 1, 2))
     for rank in range(RANKS):
         own = list(iter(prepared(rank, **settings).batch_sampler))
@@ -119,6 +120,50 @@ def test_which_loaders_are_known_to_be_shared():
     loader = prepared(1)
     loader.batch_sampler.batch_sampler.sampler = Own(loader.dataset)
     assert not is_shared(loader, seats)
+
+
+def drawn_with(
+    generator: torch.Generator, *, is_loaders: bool, replaces: bool, workers: int
+) -> tuple[list[Any], list[list[int]]]:
+    """Three passes of rank 1's, the second of them broken off: their batches, and what generators
+    give behind each."""
+    dataset = TensorDataset(torch.arange(70))
+    sampler = RandomSampler(dataset, replaces, generator=generator)
+    loader = DataLoader(
+        dataset,
+        batch_sampler=BatchSamplerShard(BatchSampler(sampler, BATCH, False), RANKS, 1),
+        generator=generator if is_loaders else None,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    torch.manual_seed(5)
+    batches: list[Any] = []
+    behind: list[list[int]] = []
+    for stop in (None, 2, None):
+        batches += [samples.tolist() for (samples,) in islice(ahead(loader), stop)]
+        states = (generator.get_state(), torch.get_rng_state())
+        behind.append([hash(state.numpy().tobytes()) for state in states])
+    return batches, behind
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("is_loaders", [False, True])
+def test_a_generator_gives_the_orders_that_it_gives_without_us(workers, replaces, is_loaders):
+    settings = {"is_loaders": is_loaders, "replaces": replaces, "workers": workers}
+    own = drawn_with(torch.Generator().manual_seed(3), **settings)
+    with alone() as course:
+        course.member, course.members, course.seats = 1, (0, 1, 2), {(RANKS, 1)}
+        assert drawn_with(torch.Generator().manual_seed(3), **settings) == own
+        assert course.training.orders, "it is dealt"
+
+
+def test_torchs_own_generator_gives_the_orders_that_it_gives_without_us():
+    settings = {"is_loaders": True, "replaces": False, "workers": 0}
+    own = drawn_with(torch.default_generator, **settings)
+    with alone() as course:
+        course.member, course.members, course.seats = 1, (0, 1, 2), {(RANKS, 1)}
+        assert drawn_with(torch.default_generator, **settings) == own
 
 
 @pytest.mark.parametrize("lost_at", [1, 3], ids=["in the middle", "in the last iteration"])

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from workers.scripts.in_place.call_state import InPass
 from workers.scripts.in_place.course import Course
-from workers.scripts.in_place.dealing import Loss, Plan, dealt_again, plan_of
+from workers.scripts.in_place.dealing import Loss, Plan, Shape, dealt_again, plan_of
 from workers.scripts.in_place.sampled import is_shard, is_shared, sampled
 from workers.scripts.ranks import module_of
 from workers.torch_private.loading import hand_batches
@@ -160,15 +161,15 @@ class Pass:
         self, course: Course, loader: Any, carried: Sequence[int], losses: Sequence[Loss]
     ) -> None:
         """carried: samples of the pass before. losses: those that others have met in this pass."""
-        self._course = course
-        samples, shape = sampled(loader, len(carried))
-        self._samples = array("q", (*samples, *carried))
-        members = losses[0].before if losses else course.members
-        self._plan: Plan = plan_of(shape, members, losses)
+        self._course, self._carried, self._losses = course, carried, losses
+        self._members = losses[0].before if losses else course.members
+        self._batch_sampler = loader.batch_sampler
         self._num_taken = 0
         """Of what is left over, so many are of other passes now."""
         self._next = 0
         """The iteration that is loaded next."""
+        self._num_asked = 0
+        """So many have been next, or the end has."""
         self._loading: deque[int | None] = deque()
         """Iterations that are being loaded, in order; None: of a share that was dealt again."""
         self._held: deque[tuple[int, bool]] = deque()
@@ -181,13 +182,25 @@ class Pass:
         """A loader around this one draws a batch before it delivers the one before."""
         self.has_ended = False
 
+    @cached_property
+    def _drawn(self) -> "tuple[array[int], Shape]":
+        """In their order. They are drawn when the first of them is asked for, as the script's own
+        sampler does it: the loader may draw from the same generator when it is opened."""
+        samples, shape = sampled(self._batch_sampler, len(self._carried))
+        self._batch_sampler = None
+        return array("q", (*samples, *self._carried)), shape
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return plan_of(self._drawn[1], self._members, self._losses)
+
     @property
     def iterations(self) -> int:
         return self._plan.iterations
 
     def digest(self) -> str:
         """Of its samples in their order."""
-        return hashlib.sha256(self._samples.tobytes()).hexdigest()
+        return hashlib.sha256(self._drawn[0].tobytes()).hexdigest()
 
     @property
     def is_training(self) -> bool:
@@ -252,17 +265,19 @@ class Pass:
             return 0
         return sum(self._plan.num_used(iteration, members) for iteration in new)
 
-    def indices(self) -> Iterator[list[int]]:
-        """Of the dataset, for what is loaded next."""
-        return Indices(self)
-
-    def next_indices(self) -> list[int]:
+    def next_indices(self, own: Iterator[Any]) -> list[int]:
+        """Of the dataset, for what is loaded next. own: of the script's batch sampler, which draws
+        from the script's generator whenever it would without us."""
+        samples, _ = self._drawn
+        if self._next == self._num_asked:
+            self._num_asked += 1
+            next(own, None)
         if self._next >= self._plan.iterations:
             raise StopIteration
         share = self._plan.share(self._next, self._course.member)
         self._loading.append(self._next)
         self._next += 1
-        return [self._samples[position] for position in share]
+        return [samples[position] for position in share]
 
     def lose(self, loss: Loss) -> None:
         self._plan = dealt_again(self._plan, loss)
@@ -280,7 +295,7 @@ class Pass:
                 "a pass without gradients goes without %d samples of a lost rank", len(left)
             )
             return []
-        return [self._samples[position] for position in left]
+        return [self._drawn[0][position] for position in left]
 
 
 class Batches:
@@ -306,14 +321,15 @@ class Batches:
 class Indices:
     """May have more to give after it had none: what is left is dealt again."""
 
-    def __init__(self, of: Pass) -> None:
-        self._of = of
+    def __init__(self, of: Pass, own: Iterator[Any]) -> None:
+        """own: see `Pass.next_indices`."""
+        self._of, self._own = of, own
 
     def __iter__(self) -> "Indices":
         return self
 
     def __next__(self) -> list[int]:
-        return self._of.next_indices()
+        return self._of.next_indices(self._own)
 
 
 class Loaders:
@@ -339,14 +355,15 @@ class Loaders:
         opened = self._dealer(loader).begin(loader, self._carried(loader))
         opened.holds_back = self._holds_back
         opened.draws_ahead = is_shard(loader.batch_sampler) and is_opened_by_accelerate()
-        if is_shard(loader.batch_sampler) and torch.is_grad_enabled():
-            self._course.note_order(self._dealer(loader).number, opened.digest())
         self._opening = (loader.batch_sampler, opened)
         try:
             with self._given(loader):
-                return Batches(opened, rays_own(loader))
+                batches = Batches(opened, rays_own(loader))
         finally:
             self._opening = None
+        if is_shard(loader.batch_sampler) and torch.is_grad_enabled():
+            self._course.note_order(self._dealer(loader).number, opened.digest())
+        return batches
 
     @contextmanager
     def _given(self, loader: Any) -> Iterator[None]:
@@ -394,7 +411,8 @@ class Loaders:
         """What it gives to the loader that is being opened; None: what it gives anyway."""
         if self._opening is None or self._opening[0] is not batch_sampler:
             return None
-        return self._opening[1].indices()
+        own = iter(batch_sampler) if is_shard(batch_sampler) else iter(())
+        return Indices(self._opening[1], own)
 
     def end(self) -> None:
         """The script has returned: what a loader would have dealt in another pass is told."""

@@ -7,8 +7,10 @@ loader.py's.
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from workers.scripts.in_place.dealing import Shape
@@ -49,16 +51,17 @@ def is_shard(batch_sampler: Any) -> bool:
     )
 
 
-def sampled(loader: Any, num_carried: int) -> tuple[list[int], Shape]:
-    """The samples of a pass that begins, padding included, in the order of `Shape`'s positions."""
-    if is_shard(loader.batch_sampler):
-        return of_shards(loader.batch_sampler, num_carried)
-    sampler, batches = loader.sampler, loader.batch_sampler
+def sampled(batch_sampler: Any, num_carried: int) -> tuple[list[int], Shape]:
+    """The samples of a pass that begins, padding included, in the order of `Shape`'s positions. The
+    generators of random numbers are behind it as they were before."""
+    if is_shard(batch_sampler):
+        return of_shards(batch_sampler, num_carried)
+    sampler = batch_sampler.sampler
     shape = Shape(
         num_positions=sampler.total_size,
         replicas=sampler.num_replicas,
-        batch_size=batches.batch_size,
-        drop_last=batches.drop_last,
+        batch_size=batch_sampler.batch_size,
+        drop_last=batch_sampler.drop_last,
         num_carried=num_carried,
     )
     return order_of(sampler), shape
@@ -73,7 +76,10 @@ def order_of(sampler: Any) -> list[int]:
 
 def of_shards(shard: Any, num_carried: int) -> tuple[list[int], Shape]:
     """By Accelerate's own code, for one process after the other."""
-    drawn = Drawn(shard.batch_sampler)
+    batches = copy.copy(shard.batch_sampler)
+    batches.sampler = copy.copy(batches.sampler)  # which may keep what it has drawn with
+    with unmoved(getattr(batches.sampler, "generator", None)):
+        drawn = Drawn(batches)
     of_all: list[list[list[int]]] = []
     for index in range(shard.num_processes):
         own = copy.copy(shard)
@@ -90,6 +96,17 @@ def of_shards(shard: Any, num_carried: int) -> tuple[list[int], Shape]:
         is_in_blocks=True,
     )
     return samples, shape
+
+
+@contextmanager
+def unmoved(generator: torch.Generator | None) -> Iterator[None]:
+    """Whatever is drawn from it within, it does not notice. None: torch's own."""
+    drawn_from = torch.default_generator if generator is None else generator
+    state = drawn_from.get_state()
+    try:
+        yield
+    finally:
+        drawn_from.set_state(state)
 
 
 class Drawn:
