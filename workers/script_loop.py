@@ -19,6 +19,7 @@ import torch
 
 from elastic.protocol.errors import GivenUp, PeerLost, StepCancelled, in_words
 from elastic.protocol.messages.to_controller import LastWords, ScriptLevel, ScriptSteps
+from elastic.protocol.step_record import AppliedRecord
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
 from workers.membership.link import leave
@@ -160,7 +161,8 @@ class Call:
             stack.enter_context(no_start_method())
             stack.enter_context(environment_set(environment))
             stack.enter_context(as_default(self.group))
-            self.tell_steps(ScriptSteps(self.generation, self.trained.steps, ()))
+            before = self.reports.unrecorded_until(self.trained.steps)
+            self.tell_steps(ScriptSteps(self.generation, self.trained.steps, before))
             if self.not_in_place:
                 self.say_level(0, self.not_in_place)
                 if self._num_calls and self.rank == 0 and self.not_in_place != NOT_HIGHER:
@@ -179,7 +181,7 @@ class Call:
     def _in_place(self, group: DefaultGroup) -> AbstractContextManager[None]:
         name = f"{self.run_id}/{self.generation}/{self._num_calls}"
         self.course = group.course = Course(name, group, self)
-        self.course.applied.begin_at(**asdict(self._told.trained))
+        self.course.applied.begin_at(**asdict(self._told.trained), lines=self.reports.unrecorded)
         self.loaders = Loaders(self.course)
         self.say_level(0, "nothing is trained in DistributedDataParallel yet")
         return standing_in(self.course, self.loaders)
@@ -250,9 +252,10 @@ class Call:
             return self._told.trained
         return Trained(self.course.applied.steps, self.course.applied.samples)
 
-    def tell_steps(self, said: ScriptSteps) -> None:
+    def tell_steps(self, said: ScriptSteps) -> AppliedRecord:
         if self.rank == 0:
             self._member.link.send(said)
+        return self._member.link.applied
 
     def say_level(self, level: int, reason: str) -> None:
         """At which level this call runs, and why at no higher one; all ranks may say it."""

@@ -25,7 +25,7 @@ from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.messages.to_controller import Planned, ScriptLevel, ScriptSteps
-from elastic.protocol.step_record import OF_OPTIMIZER, StepRecord
+from elastic.protocol.step_record import NONE_APPLIED, OF_OPTIMIZER, AppliedRecord, StepRecord
 from elastic.store.before import Before, look_at
 from elastic.store.catalogue import Damage
 from elastic.store.files import (
@@ -318,6 +318,13 @@ class Recorder:
         """In the writer's thread."""
         for step in directory.record_applied(said.call, said.base, said.steps):
             self._draw(directory, step.to_line())
+
+    @property
+    def safe_applied(self) -> AppliedRecord:
+        """Steps of a script's whose record this process's death cannot take along."""
+        if isinstance(self.directory, ScriptDirectory):
+            return self.directory.safe_applied
+        return NONE_APPLIED
 
     def record_anatomy(self, worker: int, rows: tuple[dict[str, Any], ...]) -> None:
         """Where the time of some steps went, on one worker."""

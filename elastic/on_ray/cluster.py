@@ -373,7 +373,7 @@ class RayCluster:
         self._diagnosis.hear_beat(worker)
 
     def send_word(self, worker: int) -> None:
-        self.links.send(worker, t.Word(self.progress.safe_step, self.progress.commits.formed))
+        self.links.send(worker, self.progress.word())
 
     def _on_report(self, worker: int, report: r.Report) -> None:
         record = self.workers.get(worker)

@@ -17,7 +17,7 @@ from elastic.on_ray.backup.servers import BackupServers
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.slots import Slot
 from elastic.protocol.messages.to_controller import OfScript, PartSaved, Planned
-from elastic.protocol.step_record import StepRecord
+from elastic.protocol.step_record import AppliedRecord, StepRecord
 from elastic.store.catalogue import Damage
 
 
@@ -36,6 +36,9 @@ class Record(Protocol):
 
     @property
     def safe_step(self) -> int: ...
+
+    @property
+    def safe_applied(self) -> AppliedRecord: ...
 
     def note(self, kind: str, fields: dict[str, Any]) -> None: ...
 

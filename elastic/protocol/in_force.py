@@ -11,6 +11,7 @@ from typing import TypeAlias, get_args
 
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages import to_worker as t
+from elastic.protocol.step_record import AppliedRecord
 
 Told: TypeAlias = t.Command | t.SaveConcluded
 Place: TypeAlias = t.Load | t.Sync | t.Form | t.Recall | t.Finish
@@ -34,8 +35,6 @@ Lasting: TypeAlias = r.Protected | r.UserFailed | r.WrongInput | r.ScriptLevel
 PLACES, IN_PLACE = get_args(Place), get_args(InPlace)
 MAX_CONCLUDED = 16
 """Saves whose end a worker may still wait to hear of."""
-MAX_SCRIPT_STEPS = 64
-"""Messages of a script's steps, some each second: nobody says which of them are on record."""
 
 
 class CommandsInForce:
@@ -79,7 +78,7 @@ class ReportsInForce:
         self._generation = 0
         self._of_generation: list[OfGeneration] = []
         self._lasting: list[Lasting] = []
-        self._script_steps: deque[r.ScriptSteps] = deque(maxlen=MAX_SCRIPT_STEPS)
+        self._script_steps: list[r.ScriptSteps] = []
         """Of the newest call of the script."""
 
     def say(self, report: r.Report) -> None:
@@ -102,6 +101,14 @@ class ReportsInForce:
     def forget(self, recorded_step: int) -> None:
         """Steps up to this one are on record."""
         self._of_generation = [s for s in self._of_generation if counts(s, recorded_step)]
+
+    def forget_applied(self, recorded: AppliedRecord) -> None:
+        """Steps of a script up to this one are on record."""
+        self._script_steps = [
+            said
+            for said in self._script_steps
+            if said.call != recorded.call or any(not recorded.has(step) for step in said.steps)
+        ]
 
     def again_after(self, unsent: Iterable[r.Report]) -> deque[r.Report]:
         """All that is to be said over another connection."""

@@ -47,6 +47,24 @@ MORE_METRICS = ("bubble", *OF_OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True)
+class AppliedRecord:
+    """How far the steps of a script's optimizers are on record."""
+
+    call: int = 0
+    """The generation in which the newest call of the script has begun that has told of some."""
+    step: int = 0
+    generation: int = 0
+    """In which that step was taken."""
+
+    def has(self, step: StepMetrics) -> bool:
+        """Of this call's; a step that was done again, after a loss, is another one."""
+        return step.step <= self.step and step.generation <= self.generation
+
+
+NONE_APPLIED = AppliedRecord()
+
+
+@dataclass(frozen=True, slots=True)
 class SampleRecord:
     """A line of samples.jsonl."""
 

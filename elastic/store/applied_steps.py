@@ -1,7 +1,9 @@
 """`AppliedSteps`: metrics.jsonl of a script's run, a line for each step of its optimizers.
 
-Lines come by calls of the script, and may come more than once; each is written once, in order. What
-they say is told by workers/scripts/in_place/applied.py. The engine's own steps, which are a
+Lines come by calls of the script, and may come more than once; each is written once, in order. A
+step that survivors have done again, without what a lost rank had told of it, takes the place of
+that. What they say is told by workers/scripts/in_place/applied.py, by each lowest rank all that it
+does not know to be on record. The engine's own steps, which are a
 script's reports, are in commits.jsonl (run_directory.py).
 """
 
@@ -10,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic.protocol.step_record import StepMetrics
+from elastic.protocol.step_record import AppliedRecord, StepMetrics
 from elastic.store.files import Folder, encode
 from elastic.store.journal import LineFile, lines_backwards
 from elastic.store.run_directory import ROLLED_BACK
@@ -39,6 +41,8 @@ class AppliedSteps:
         """The step of the last line, and its generation."""
         self._call = 0
         """The newest that has told of steps."""
+        self.safe = AppliedRecord()
+        """What is on record whatever becomes of this process."""
         self._waiting: list[StepMetrics] = []
         """Not looked at yet: there was no room on the disk when they came."""
         self._is_aside = False
@@ -67,12 +71,17 @@ class AppliedSteps:
                 self._go_back(base)
         new: list[StepMetrics] = []
         for step in self._waiting:
+            if step.step <= self.last and self._is_done_again(step):
+                with self._lock:
+                    self._go_back(step.step - 1)
             if step.step > self.last:
                 self.lines.keep(encode(step.to_line()) + b"\n")
                 self.last, self._generation = step.step, step.generation
                 new.append(step)
         self._waiting = []
         self.lines.write()
+        if self._remote is None:
+            self.safe = AppliedRecord(call, self.last, self._generation)
         return new
 
     def upload(self) -> None:
@@ -80,6 +89,17 @@ class AppliedSteps:
         if self.moved is not None:
             self.moved.upload()
         self.lines.upload()
+        self.safe = AppliedRecord(self._call, self.last, self._generation)
+
+    def _is_done_again(self, step: StepMetrics) -> bool:
+        """What is on record of it was seen to its end by ranks only that are lost."""
+        if step.generation <= self._generation:
+            return False
+        self.lines.write()
+        for _, raw in lines_backwards(self.lines.path):
+            if step_of(self.lines.path, raw) == step.step:
+                return json.loads(raw)["samples"] != step.samples
+        return False
 
     def _go_back(self, step: int) -> None:
         self.lines.write()

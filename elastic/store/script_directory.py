@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from elastic.protocol.step_record import StepMetrics
+from elastic.protocol.step_record import AppliedRecord, StepMetrics
 from elastic.store.applied_steps import AppliedSteps
 from elastic.store.files import Folder, sync_directory
 from elastic.store.journal import LineFile, joined, numbered
@@ -43,6 +43,11 @@ class ScriptDirectory(RunDirectory):
     ) -> list[StepMetrics]:
         """As `AppliedSteps.record`."""
         return self._applied.record(call, base, steps)
+
+    @property
+    def safe_applied(self) -> AppliedRecord:
+        """How far the record goes that outlives this process."""
+        return self._applied.safe
 
     def flush(self, *, with_status: bool = True) -> None:
         super().flush(with_status=with_status)

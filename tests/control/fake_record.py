@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from elastic.protocol.step_record import SampleRecord, StepMetrics, StepRecord
+from elastic.protocol.step_record import (
+    NONE_APPLIED,
+    AppliedRecord,
+    SampleRecord,
+    StepMetrics,
+    StepRecord,
+)
 
 
 def step_record(step: int, generation: int = 1) -> StepRecord:
@@ -22,6 +28,10 @@ class FakeRecord:
     @property
     def safe_step(self) -> int:
         return len(self.steps)
+
+    @property
+    def safe_applied(self) -> AppliedRecord:
+        return NONE_APPLIED
 
     @property
     def generation(self) -> int | None:

@@ -3,7 +3,7 @@
 from elastic.protocol.in_force import CommandsInForce, ReportsInForce
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages import to_worker as t
-from elastic.protocol.step_record import VoteHead
+from elastic.protocol.step_record import AppliedRecord, StepMetrics, VoteHead
 from tests.control.fake_record import step_record
 
 LOAD, SYNC, LOG = t.Load("/run", 3), t.Sync(0, None), t.LogTo("/run")
@@ -71,14 +71,21 @@ def test_what_waits_to_be_said_comes_before_what_is_in_force_and_once():
     assert list(in_force.again_after([r.Done(1, 0, 5), waits])) == [waits, r.Done(1, 0, 5), fails]
 
 
-def test_the_newest_steps_of_the_newest_call_of_a_script_are_said_again():
+def test_steps_of_the_newest_call_of_a_script_are_said_again_until_they_are_on_record():
     in_force = ReportsInForce()
-    said = [r.ScriptSteps(1, step, ()) for step in range(70)]
+    steps = [StepMetrics(n, 0.0, None, 1 + (n > 2), 2, n, 0.1, True, {}) for n in range(1, 5)]
+    said = [r.ScriptSteps(1, 0, (step,)) for step in steps]
     for report in said:
         in_force.say(report)
-    assert list(in_force.again_after(said[-2:])) == said[-64:]
+    assert list(in_force.again_after(said[-2:])) == said
+    in_force.forget_applied(AppliedRecord(0, 9, 9))  # of a controller that has heard of none
+    assert list(in_force.again_after(())) == said
+    in_force.forget_applied(AppliedRecord(1, 3, 1))  # which was done again in 2
+    assert list(in_force.again_after(())) == said[2:]
     in_force.say(r.ScriptSteps(4, 9, ()))
     assert list(in_force.again_after(())) == [r.ScriptSteps(4, 9, ())]
+    in_force.forget_applied(AppliedRecord(4, 9, 2))
+    assert not in_force.again_after(())
 
 
 def test_that_a_member_cannot_get_its_state_is_of_its_generation():

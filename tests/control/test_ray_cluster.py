@@ -29,6 +29,7 @@ from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import Membership
 from elastic.protocol.messages import to_controller, to_worker
+from elastic.protocol.step_record import NONE_APPLIED
 from elastic.protocol.timeouts import timeouts_of
 from tests.control import virtual_time
 
@@ -86,7 +87,7 @@ def test_what_a_generation_that_is_on_record_says_again_takes_nothing_back():
 
 def test_a_worker_that_comes_back_before_it_was_heard_to_be_ready_is_ready():
     async def run() -> list[Any]:
-        scene = forming(record=SimpleNamespace(note=print, safe_step=0))
+        scene = forming(record=SimpleNamespace(note=print, safe_step=0, safe_applied=NONE_APPLIED))
         scene.cluster.workers[4] = Slot(NOTHING, last_seen=4.0, state="pending")
         process = to_controller.Process("n", "ip", 9, "cpu", ("h", 1))
         seams: Any = scene.cluster
@@ -147,7 +148,8 @@ class Forming:
 
 
 def forming(**host: Any) -> Forming:
-    told = {"record": SimpleNamespace(note=print, safe_step=0), "on_unprotected": NOTHING, **host}
+    record = SimpleNamespace(note=print, safe_step=0, safe_applied=NONE_APPLIED)
+    told = {"record": record, "on_unprotected": NOTHING, **host}
     rendezvous: Any = Rendezvous()
     seams: Any = SimpleNamespace(**told)
     scene = Forming(WithoutRay("t", 3.0, rendezvous, NOTHING, seams, lambda: 5.0), rendezvous)
@@ -187,7 +189,9 @@ def test_newcomers_alone_are_told_what_is_on_record_once_storage_has_it():
 
     async def run() -> None:
         stored = asyncio.Event()
-        record = SimpleNamespace(note=print, safe_step=7, settle=stored.wait)
+        record = SimpleNamespace(
+            note=print, safe_step=7, safe_applied=NONE_APPLIED, settle=stored.wait
+        )
         scene = forming(record=record)
         scene.cluster.progress.recorded_step = 9
         await scene.cluster.execute(form_of(1, 9))

@@ -201,9 +201,8 @@ class LocalRun:
     def _hear(self, worker: int, report: r.Report) -> None:  # noqa: C901
         match report:
             case r.Introduction():
-                self._links.send(
-                    worker, t.Word(self._progress.recorded_step, self._progress.commits.formed)
-                )
+                step, formed = self._progress.recorded_step, self._progress.commits.formed
+                self._links.send(worker, t.Word(step, formed, self._applied.safe))
             case r.Started(process):
                 self.pids[worker] = process.pid
                 self._addresses[worker] = process.peer_address

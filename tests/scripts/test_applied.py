@@ -3,9 +3,12 @@
 import errno
 import json
 import os
+import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +16,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic.protocol.in_force import ReportsInForce
 from elastic.protocol.messages.to_controller import ScriptSteps
-from elastic.protocol.step_record import StepMetrics
+from elastic.protocol.step_record import NONE_APPLIED, AppliedRecord, StepMetrics
 from elastic.store.applied_steps import AppliedSteps
 from tests.scripts.test_units import BATCH, SAMPLES, alone, listening, loader_of
 from workers.scripts.in_place.applied import Applied
 from workers.scripts.in_place.course import Course
+from workers.scripts.reports import Reports, Retention
 
 
 @pytest.fixture
@@ -42,7 +47,7 @@ def told(course: Any) -> list[tuple[int, int]]:
 
 def test_each_step_behind_gradients_is_a_line_with_the_samples_so_far(course):
     model, optimizers = trained(2)
-    course.applied.begin_at(10, 100)
+    course.applied.begin_at(10, 100, deque())
     for (inputs,) in loader_of():
         model(inputs).sum().backward()
         for optimizer in optimizers:  # of one model
@@ -87,7 +92,10 @@ class Alive:
 
 def test_after_a_loss_the_newest_steps_are_told_again_and_the_time_begins_anew():
     said: list[ScriptSteps] = []
-    applied = Applied(Alive(), lambda: 3, said.append)
+    call: Any = SimpleNamespace(
+        generation=3, tell_steps=lambda each: said.append(each) or NONE_APPLIED
+    )
+    applied = Applied(Alive(), call)
     for _ in range(3):
         applied.begin()
         applied.end_unit(4)
@@ -102,6 +110,119 @@ def test_after_a_loss_the_newest_steps_are_told_again_and_the_time_begins_anew()
     assert applied._began > began
     applied.tell()
     assert (said[1].call, said[1].base, said[1].steps) == (3, 0, said[0].steps)
+
+
+class Ranks:
+    """Of one call, and a controller, which hears the lowest one; without processes."""
+
+    def __init__(self, place: Path, num_ranks: int) -> None:
+        self.place, self.generation = place, 1
+        self.calls = [Rank(self) for _ in range(num_ranks)]
+        self.begin_controller()
+
+    def begin_controller(self) -> None:
+        """It knows what is on record, and is told what is in force."""
+        self.file, self.writes = AppliedSteps(self.place, None, threading.Lock()), True
+        for call in self.calls:
+            call.said = call.in_force.again_after(call.said)
+
+    def arrive(self) -> None:
+        """What the lowest rank has said; a controller that dies before it writes has heard it."""
+        said = self.calls[0].said
+        while said:
+            each: Any = said.popleft()
+            if self.writes:
+                self.file.record(each.call, each.base, each.steps)
+
+    def hear_word(self) -> None:
+        for call in self.calls:
+            call.known = self.file.safe
+            call.in_force.forget_applied(call.known)
+
+    def lose(self) -> None:
+        """The lowest rank."""
+        del self.calls[0]
+        self.generation += 1
+        for call in self.calls:
+            call.generation = self.generation
+            call.applied.go_on()
+
+
+class Rank:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self.generation = ranks, 1
+        self.known, self.in_force = NONE_APPLIED, ReportsInForce()
+        self.said: deque[Any] = deque()
+        self.applied = Applied(Alive(), self)
+        self.done: list[tuple[int, int]] = []
+
+    def tell_steps(self, said: ScriptSteps) -> AppliedRecord:
+        if self._ranks.calls[0] is self:
+            self.in_force.say(said)
+            self.said.append(said)
+        return self.known
+
+    def step(self, samples: int) -> None:
+        self.applied.end_unit(samples)
+        self.applied.hear_step()
+        self.done.append((self.applied.steps, self.applied.samples))
+
+
+def go_on(ranks: Ranks, is_so: Callable[[float], bool]) -> None:
+    """By a step, behind which a rank or the controller may be lost. A step that only a lost rank
+    has seen to its end is done again by the others, without its samples."""
+    for call in ranks.calls:
+        call.step(8)
+        if is_so(0.4):
+            call.applied.tell()
+    if is_so(0.6):
+        ranks.arrive()
+    if is_so(0.4):
+        ranks.hear_word()
+    ranks.writes = ranks.writes and not is_so(0.1)
+    if len(ranks.calls) > 1 and is_so(0.1):
+        if is_ahead := is_so(0.5):
+            ranks.calls[0].step(8)
+            ranks.calls[0].applied.tell()
+            if is_so(0.5):
+                ranks.arrive()
+        ranks.lose()
+        for call in ranks.calls if is_ahead else ():
+            call.step(6)
+    if is_so(0.2):
+        ranks.begin_controller()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_each_step_is_on_record_once_whoever_dies_in_whatever_order(seed, tmp_path):
+    draw = random.Random(seed)
+    ranks = Ranks(tmp_path, 6)
+    for _ in range(80):
+        go_on(ranks, lambda probability: draw.random() < probability)
+    (lowest, *_) = ranks.calls
+    ranks.begin_controller()
+    for _ in range(2):
+        lowest.step(8)
+        lowest.applied.tell()
+        ranks.arrive()
+        ranks.hear_word()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["samples"]) for line in lines] == lowest.done
+    assert len(lines) == lowest.applied.steps
+    assert len(lowest.applied._lines) == 1, "it keeps what is not known to be on record"
+    assert not lowest.in_force.again_after(())
+
+
+def test_what_a_lost_rank_has_not_said_is_said_by_the_next_call(tmp_path):
+    """Of steps that its checkpoint is behind of; later ones are done again."""
+    reports = Reports(str(tmp_path), Retention(), "")
+    reports.unrecorded.extend(lines(1, 3, 4, 5))
+    assert reports.unrecorded_until(4) == tuple(lines(1, 3, 4))
+    steps = AppliedSteps(tmp_path, None, threading.Lock())
+    steps.record(1, 0, lines(1, 1, 2))
+    steps.record(2, 4, reports.unrecorded_until(4))
+    steps.record(2, 4, lines(2, 5))
+    assert on_record(tmp_path) == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2)]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.messages.to_controller import ScriptSteps
-from elastic.protocol.step_record import StepMetrics
+from elastic.protocol.step_record import NONE_APPLIED, AppliedRecord, StepMetrics
 from tests.workers.ranks import Ranks, run_ranks
 from workers.distributed.pending import Pending
 from workers.distributed.process_group import Group
@@ -60,8 +60,9 @@ class Survivors:
     def generation(self) -> int:
         return 1 if self.group.size() == 3 else 2
 
-    def tell_steps(self, said: ScriptSteps) -> None:
+    def tell_steps(self, said: ScriptSteps) -> AppliedRecord:
         self.steps += said.steps
+        return NONE_APPLIED
 
     def unwind(self) -> None:
         raise StepCancelled

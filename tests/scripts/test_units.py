@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic.protocol.errors import StepCancelled
 from elastic.protocol.messages.to_controller import ScriptSteps
-from elastic.protocol.step_record import StepMetrics
+from elastic.protocol.step_record import NONE_APPLIED, AppliedRecord, StepMetrics
 from workers.distributed.process_group import Alone, Group
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.in_place.call_state import COLLECTIVE, SEND, SUM
@@ -53,8 +53,9 @@ class Listening:
     def say_level(self, level: int, reason: str) -> None:
         self.levels.append(level)
 
-    def tell_steps(self, said: ScriptSteps) -> None:
+    def tell_steps(self, said: ScriptSteps) -> AppliedRecord:
         self.steps += said.steps
+        return NONE_APPLIED
 
     def unwind(self) -> NoReturn:
         raise StepCancelled

@@ -22,6 +22,7 @@ from elastic.protocol.messages.direction import pack
 from elastic.protocol.messages.hello import Hello, Leave
 from elastic.protocol.messages.to_controller import Introduction, Report
 from elastic.protocol.messages.to_worker import TO_WORKER, Command, SaveConcluded, Word
+from elastic.protocol.step_record import AppliedRecord
 from workers.health.unanswered import Unanswered
 
 EXIT_WITHOUT_CONTROLLER = 71
@@ -96,6 +97,10 @@ class Outgoing:
     def forget(self, recorded_step: int) -> None:
         with self._lock:
             self._in_force.forget(recorded_step)
+
+    def forget_applied(self, recorded: AppliedRecord) -> None:
+        with self._lock:
+            self._in_force.forget_applied(recorded)
 
     def _flush(self) -> None:
         while self._connection is not None and (self._rest or self._unsent):
@@ -188,6 +193,8 @@ class ControllerLink:
         introduce: called with the address of a controller; gives what to say first."""
         self.commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._recorded = Recorded()
+        self.applied = AppliedRecord()
+        """Steps of a script's that the controller has put on record."""
         self.concluded_saves: dict[int, bool] = {}
         """Step -> whether its newest save was published."""
         self._token, self._worker, self._address = token, worker, address
@@ -270,7 +277,9 @@ class ControllerLink:
 
     def _hear(self, message: Command | SaveConcluded | Word | Leave) -> None:
         match message:
-            case Word(recorded_step, formed):
+            case Word(recorded_step, formed, applied):
+                self.applied = applied
+                self._outgoing.forget_applied(applied)
                 if self._recorded.hear_word(recorded_step, formed):
                     self._outgoing.forget(recorded_step)
             case SaveConcluded(step, is_published):

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any
 
 from elastic.data.place import Places
 from elastic.protocol.messages.to_controller import ScriptLevel
+from elastic.protocol.step_record import StepMetrics
 from elastic.store.files import Folder, encode, reach_folder, sync_directory, write_json
 from elastic.store.remote import patiently
 
@@ -144,12 +146,20 @@ class Reports:
         self.folder: Folder = reach_folder(place)
         self._retention, self._ray_version = retention, ray_version
         self._verified: set[str] = set()
+        self.unrecorded: deque[StepMetrics] = deque()
+        """Steps of this process's calls that are not known to be on record."""
         self.has_moved = False
         """Whether a call that was unwound had come to a collective or a report."""
         self.passes = Places()
         """Over Ray Data's sets, as far as the call at hand is in them here."""
         self._lines: list[bytes] = []
         """Of reports.jsonl that are not written yet, where storage cannot append."""
+
+    def unrecorded_until(self, steps: int) -> tuple[StepMetrics, ...]:
+        """In order. A call begins behind so many: later ones are none of its."""
+        while self.unrecorded and self.unrecorded[-1].step > steps:
+            self.unrecorded.pop()
+        return tuple(self.unrecorded)
 
     # --- what counts ------------------------------------------------------------------
     def entries(self) -> list[dict[str, Any]]:

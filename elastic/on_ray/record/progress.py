@@ -13,6 +13,7 @@ from elastic.control import events as e
 from elastic.on_ray.cluster_view import Record
 from elastic.on_ray.record.evaluations import Evaluations
 from elastic.protocol.messages import to_controller as r
+from elastic.protocol.messages.to_worker import Word
 from elastic.protocol.step_record import StepRecord, VoteHead
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,10 @@ class Progress:
     def safe_step(self) -> int:
         """On record, and the record does not die with this process."""
         return min(self.recorded_step, self._record.safe_step)
+
+    def word(self) -> Word:
+        """To a worker: how far all is on record."""
+        return Word(self.safe_step, self.commits.formed, self._record.safe_applied)
 
     def is_unknown_to(self, workers: tuple[int, ...]) -> bool:
         """None of them was a member: newcomers alone could report no step that storage has not, and

@@ -6,7 +6,7 @@ from typing import TypeAlias, get_args
 from elastic.protocol.messages.direction import Direction
 from elastic.protocol.messages.hello import Leave
 from elastic.protocol.messages.to_controller import Evaluation
-from elastic.protocol.step_record import VoteHead
+from elastic.protocol.step_record import NONE_APPLIED, AppliedRecord, VoteHead
 
 StoreAddress: TypeAlias = tuple[str, int, str]
 """Host, port and secret."""
@@ -57,6 +57,7 @@ class Word:
     recorded_step: int
     formed: int
     """The newest generation that it knows to have formed."""
+    applied: AppliedRecord = NONE_APPLIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,4 +147,6 @@ Command: TypeAlias = (
 OfGeneration: TypeAlias = Form | Pause | Checkpoint | Keep | Abort | Recall | Finish
 ToWorker: TypeAlias = Command | SaveConcluded | Word | Leave
 
-TO_WORKER: Direction[ToWorker] = Direction(*get_args(ToWorker), parts=(Evaluation, VoteHead))
+TO_WORKER: Direction[ToWorker] = Direction(
+    *get_args(ToWorker), parts=(AppliedRecord, Evaluation, VoteHead)
+)

@@ -6,16 +6,12 @@ to be on record once is elastic/store/applied_steps.py's.
 
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from elastic.protocol.messages.to_controller import ScriptSteps
-from elastic.protocol.step_record import StepMetrics
+from elastic.protocol.step_record import AppliedRecord, StepMetrics
 
 TOLD_EVERY_S = 0.25
-AGAIN_S, MOST_KEPT = 10.0, 4096
-"""Steps of so many seconds, at most so many, are told again by the lowest rank that is left: what
-a lost one has told may not have come."""
 
 
 class Members(Protocol):
@@ -24,29 +20,40 @@ class Members(Protocol):
     def size(self) -> int: ...
 
 
+class Recording(Protocol):
+    """What is asked of the call."""
+
+    generation: int
+    """Today's."""
+
+    def tell_steps(self, said: ScriptSteps) -> AppliedRecord:
+        """To the controller, if this is the lowest rank. Gives what is known to be on record."""
+        ...
+
+
 class Applied:
     """Of one call, on one member."""
 
-    def __init__(
-        self, members: Members, generation: Callable[[], int], tell: Callable[[ScriptSteps], None]
-    ) -> None:
-        """generation: today's. tell: the controller, if this is the lowest rank."""
-        self._members, self._generation, self._tell = members, generation, tell
-        self._call, self._base = generation(), 0
+    def __init__(self, members: Members, recording: Recording) -> None:
+        self._members, self._recording = members, recording
+        self._call, self._base = recording.generation, 0
         self.steps = self.samples = 0
         """So far, with those that were on record when the call began."""
         self._num_units = self._fresh = 0
         """Since the last step, and the samples that were used in them."""
-        self._lines: deque[StepMetrics] = deque(maxlen=MOST_KEPT)
+        self._lines: deque[StepMetrics] = deque()
+        """That are not known to be on record: a lowest rank that is lost may have told them to a
+        controller that is lost, too."""
         self._told, self._told_at = 0, time.monotonic()
         """The last step that needs no telling."""
         self._began: float | None = None
         """When work on the step at hand did; None: it has not."""
 
-    def begin_at(self, steps: int, samples: int) -> None:
-        """So many come before the call's own."""
+    def begin_at(self, steps: int, samples: int, lines: deque[StepMetrics]) -> None:
+        """So many come before the call's own. lines: of them those that are not known to be on
+        record; the call's own are added."""
         self._base = self._told = self.steps = steps
-        self.samples = samples
+        self.samples, self._lines = samples, lines
 
     def begin(self) -> None:
         """A batch to train on is asked for, or a forward begins."""
@@ -71,7 +78,7 @@ class Applied:
                 step=self.steps,
                 time=time.time(),
                 loss=None,
-                generation=self._generation(),
+                generation=self._recording.generation,
                 world_size=self._members.size(),
                 samples=self.samples,
                 step_s=now - (self._began or now),
@@ -87,14 +94,16 @@ class Applied:
         """What is not told yet."""
         new = tuple(line for line in self._lines if line.step > self._told)
         self._told, self._told_at = self.steps, time.monotonic()
-        if new:
-            self._tell(ScriptSteps(self._call, self._base, new))
+        if not new:
+            return
+        recorded = self._recording.tell_steps(ScriptSteps(self._call, self._base, new))
+        while recorded.call == self._call and self._lines and recorded.has(self._lines[0]):
+            self._lines.popleft()
 
     def go_on(self) -> None:
-        """A loss is survived. Work on the step at hand counts from here."""
+        """A loss is survived: the lowest rank that is left tells all again that may not have come.
+        Work on the step at hand counts from here."""
         if self._began is not None:
             self._began = time.monotonic()
-        since = time.time() - AGAIN_S
-        self._told = min(
-            (line.step - 1 for line in self._lines if line.time >= since), default=self._told
-        )
+        if self._lines:
+            self._told = self._lines[0].step - 1

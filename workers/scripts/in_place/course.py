@@ -15,12 +15,11 @@ from weakref import ReferenceType
 import torch
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost, StepCancelled
-from elastic.protocol.messages.to_controller import ScriptSteps
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
 from workers.scripts.default_group import DefaultGroup
 from workers.scripts.in_place import call_state
-from workers.scripts.in_place.applied import Applied
+from workers.scripts.in_place.applied import Applied, Recording
 from workers.scripts.in_place.call_state import CallAgain, CallState, GoOn, InPass, judge
 from workers.scripts.in_place.collective import OwnCollective, plain
 from workers.scripts.in_place.dealing import Loss
@@ -47,11 +46,8 @@ OTHERS = (
 )
 
 
-class Regrouping(Protocol):
+class Regrouping(Recording, Protocol):
     """What a course asks of its call."""
-
-    generation: int
-    """Today's."""
 
     @property
     def has_changed(self) -> bool:
@@ -69,10 +65,6 @@ class Regrouping(Protocol):
 
     def say_level(self, level: int, reason: str) -> None:
         """Whether a loss can be survived in place, and why not."""
-        ...
-
-    def tell_steps(self, said: ScriptSteps) -> None:
-        """To the controller."""
         ...
 
     def unwind(self) -> NoReturn:
@@ -185,7 +177,7 @@ class Course:
         """Why this call cannot go on in place; empty: it can."""
         self.training = Training()
         self.operations = Operations()
-        self.applied = Applied(group, lambda: regrouping.generation, regrouping.tell_steps)
+        self.applied = Applied(group, regrouping)
         self._has_ended = False
         """The script is to be called again, also if it has caught what told it so."""
 

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.protocol.errors import PeerLost, in_words
 from elastic.protocol.messages.to_controller import ScriptSteps
+from elastic.protocol.step_record import NONE_APPLIED, AppliedRecord
 from workers.distributed.process_group import Alone, Group
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.in_place.course import Course
@@ -33,7 +34,8 @@ class Nobody:
 
     def say_level(self, level: int, reason: str) -> None: ...
 
-    def tell_steps(self, said: ScriptSteps) -> None: ...
+    def tell_steps(self, said: ScriptSteps) -> AppliedRecord:
+        return NONE_APPLIED
 
     def unwind(self) -> NoReturn:
         raise AssertionError("nobody calls it again")
