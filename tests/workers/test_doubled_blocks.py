@@ -5,7 +5,7 @@ Ranks are processes, the holder lives in the test's process.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -57,6 +57,11 @@ def plain(num_steps: int) -> str:
     return sha256(strategy)
 
 
+@dataclass
+class StagePlace(Place):
+    layout: Any = None
+
+
 class Rank:
     """One process: its stage, whose copies go to the holder."""
 
@@ -77,8 +82,7 @@ class Rank:
     def enter(self, generation: int, members: list[int], step: int) -> None:
         self.group = self.ranks.form(generation, members)
         rank, strategy = members.index(self.ranks.index), self.strategy
-        self.place = Place(generation, rank, len(members), strategy.position)
-        self.place.layout = strategy.layout
+        self.place = StagePlace(generation, rank, len(members), strategy.position, strategy.layout)
         entered = enter(strategy, self.group, step, generation=generation)
         self.backup.begin(
             strategy.train_state,
@@ -157,7 +161,7 @@ def test_a_copy_has_what_lives_on_one_node_and_the_rest_comes_from_the_other(hol
         rank = Rank(ranks, ("a", "a", "b"), at)
         rank.enter(1, [0, 1, 2], 0)
         rank.train(STEPS)
-        (tied,) = [blocks for blocks in set(rank.strategy.chain.uses.values()) if len(blocks) > 1]
+        (tied,) = [blocks for blocks in rank.strategy._parts.uses.values() if len(blocks) > 1]
         ranks.pause()
         if ranks.index == lost:
             return "lost"

@@ -61,6 +61,16 @@ class Failure(NamedTuple):
     why: str
 
 
+class Begun(NamedTuple):
+    """The generation at hand."""
+
+    generation: int = 0
+    doubled: BlockSets = ()
+    """Tensors of these blocks live on two nodes, and need no holder."""
+    carried: int = -1
+    """The generation before, whose copies of the state it began with are all held."""
+
+
 class Job(NamedTuple):
     """For the client's thread."""
 
@@ -90,11 +100,7 @@ class BackupClient:
         self._lent: list[BackupCopy] = []
         """What a holder of this node may still read."""
         self._can_share = True
-        self._generation = 0
-        self._doubled: BlockSets = ()
-        """Tensors of these blocks live on two nodes in this generation."""
-        self._carried = -1
-        """The generation before, whose copies of the state it began with are all held."""
+        self._begun = Begun()
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._num_open = 0  # jobs that the thread has not finished
@@ -128,7 +134,7 @@ class BackupClient:
         that state, cut as it was before, which will do until the first step's copies are held.
         doubled: tensors of these blocks live on two nodes, and need no holder.
         """
-        self._generation, self._carried, self._doubled = by.generation, -1, doubled
+        self._begun = Begun(by.generation, doubled)
         sending = self._sending
         if sending is not None:
             with suppress(OSError):  # nobody needs what is still on its way
@@ -136,7 +142,8 @@ class BackupClient:
         same = [c for c in self.own_copies if (c.origin, c.key.step) == (origin, train_state.step)]
         if is_held:
             self._let_go(same[-1:])
-            self._carried = same[-1].key.generation if same else -1
+            carried = same[-1].key.generation if same else -1
+            self._begun = self._begun._replace(carried=carried)
         else:
             self._keep(same[-1:], train_state, origin, by, None)
 
@@ -153,12 +160,11 @@ class BackupClient:
     def before_pause(self, train_state: TrainState, by: StateOwner) -> None:
         """Whoever leaves at this boundary takes nothing along: all of it is to be held, for both
         nodes where something lives may be left."""
-        last = self.own_copies[-1:]
+        last, doubled = self.own_copies[-1:], self._begun.doubled
+        self._begun = self._begun._replace(doubled=())
         if last and last[0].key.step < train_state.step:
-            self._doubled = ()
             self._keep(last, train_state, by.generation, by, self._since(by))
-        elif last and self._doubled:
-            self._doubled = ()
+        elif last and doubled:
             self._ask(last[0], None, is_whole=True)
 
     def _since(self, by: StateOwner) -> tuple[int, int] | None:
@@ -181,7 +187,7 @@ class BackupClient:
             arena = arena or SharedArena(is_pinned=self._spec.device == "cuda")
         arena.give({})
         key = Key(by.generation, by.position.rank, train_state.step)
-        copy = BackupCopy(key, origin, by, train_state, arena, self._doubled)
+        copy = BackupCopy(key, origin, by, train_state, arena, self._begun.doubled)
         self.own_copies.append(copy)
         self._ask(copy, settled)
 
@@ -225,7 +231,7 @@ class BackupClient:
 
     def forget(self) -> None:
         """The run goes back to a checkpoint: what was kept is of no use."""
-        self._generation = -1
+        self._begun = Begun(-1)
         self._let_go([])
 
     # --- link's thread -------------------------------------------------------------------
@@ -267,7 +273,7 @@ class BackupClient:
             self._tell_of(copy)
         elif settled is not None and self._connected_to == copy.held_by:
             self._settle(settled)
-        if copy.key.generation == self._generation and self.delays_commits:
+        if copy.key.generation == self._begun.generation and self.delays_commits:
             generation, rank, step = copy.key
             self._send(to_controller.Held(generation, rank, step))
 
@@ -328,7 +334,7 @@ class BackupClient:
         return True
 
     def _is_wanted(self, copy: BackupCopy) -> bool:
-        return copy.key.generation in (self._generation, self._carried)
+        return copy.key.generation in (self._begun.generation, self._begun.carried)
 
     def _settle(self, settled: tuple[int, int]) -> None:
         assert self._connection is not None
