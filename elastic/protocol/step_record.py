@@ -42,7 +42,7 @@ class StepMetrics:
 METRICS_FIELDS = frozenset(f.name for f in fields(StepMetrics) if f.default is MISSING)
 """That every line has."""
 OF_OPTIMIZER = ("learning_rate", "gradient_norm")
-"""A script's optimizers are none of the engine's business."""
+"""What a script's own optimizers do is none of the lines of its reports."""
 MORE_METRICS = ("bubble", *OF_OPTIMIZER)
 
 

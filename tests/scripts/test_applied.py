@@ -57,6 +57,19 @@ def test_each_step_behind_gradients_is_a_line_with_the_samples_so_far(course):
     assert told(course) == [(11 + n, 100 + samples) for n, samples in enumerate(of_pass)]
 
 
+def test_each_line_has_the_learning_rate_that_its_step_was_taken_with(course):
+    model, (optimizer,) = trained()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for (inputs,) in loader_of():
+        model(inputs).sum().backward()
+        optimizer.step()
+        schedule.step()
+    course.applied.tell()
+    lines = listening(course).steps
+    assert [line.learning_rate for line in lines] == [0.1, 0.1, 0.05, 0.05][: len(lines)]
+    assert lines[0].gradient_norm is None
+
+
 def test_what_is_accumulated_is_one_step(course):
     model, (optimizer,) = trained()
     for number, (inputs,) in enumerate(loader_of()):
@@ -99,7 +112,7 @@ def test_after_a_loss_the_newest_steps_are_told_again_and_the_time_begins_anew()
     for _ in range(3):
         applied.begin()
         applied.end_unit(4)
-        applied.hear_step()
+        applied.hear_step(None)
     applied.tell()
     applied.tell()
     assert [[line.step for line in each.steps] for each in said] == [[1, 2, 3]]
@@ -164,7 +177,7 @@ class Rank:
 
     def step(self, samples: int) -> None:
         self.applied.end_unit(samples)
-        self.applied.hear_step()
+        self.applied.hear_step(None)
         self.done.append((self.applied.steps, self.applied.samples))
 
 

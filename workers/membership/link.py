@@ -277,11 +277,8 @@ class ControllerLink:
 
     def _hear(self, message: Command | SaveConcluded | Word | Leave) -> None:
         match message:
-            case Word(recorded_step, formed, applied):
-                self.applied = applied
-                self._outgoing.forget_applied(applied)
-                if self._recorded.hear_word(recorded_step, formed):
-                    self._outgoing.forget(recorded_step)
+            case Word() as word:
+                self._hear_word(word)
             case SaveConcluded(step, is_published):
                 self.concluded_saves[step] = is_published
             case Leave(reason):
@@ -290,6 +287,12 @@ class ControllerLink:
             case command:
                 self._on_command(command)
                 self.commands.put(command)
+
+    def _hear_word(self, word: Word) -> None:
+        self.applied = word.applied
+        self._outgoing.forget_applied(word.applied)
+        if self._recorded.hear_word(word.recorded_step, word.formed):
+            self._outgoing.forget(word.recorded_step)
 
     def _mind_lease(self) -> None:
         if time.monotonic() - self._heard_at > self._lease_s:

@@ -66,8 +66,9 @@ class Applied:
         self._num_units += 1
         self._fresh += samples
 
-    def hear_step(self) -> None:
-        """An optimizer has stepped. Of several that step between two units it is one step."""
+    def hear_step(self, learning_rate: float | None) -> None:
+        """An optimizer has stepped. Of several that step between two units it is one step, and the
+        first one's. learning_rate: that it has stepped with; None if nobody knows."""
         if not self._num_units:
             return
         now = time.monotonic()
@@ -84,6 +85,7 @@ class Applied:
                 step_s=now - (self._began or now),
                 applied=True,
                 user={},
+                learning_rate=learning_rate,
             )
         )
         self._num_units, self._fresh, self._began = 0, 0, None

@@ -17,6 +17,7 @@ import torch
 from elastic.protocol.errors import CollectiveRefused, PeerLost, StepCancelled
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
+from workers.scalars import learning_rate
 from workers.scripts.default_group import DefaultGroup
 from workers.scripts.in_place import call_state
 from workers.scripts.in_place.applied import Applied, Recording
@@ -331,10 +332,10 @@ class Course:
         """The step of the engine that was open counts, although it was cancelled here."""
         self.operations.end(self.operations.result)
 
-    def hear_step(self) -> None:
-        """An optimizer has stepped."""
+    def hear_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped."""
         if self.operations.doing != call_state.COMMIT:  # the engine's own
-            self.applied.hear_step()
+            self.applied.hear_step(learning_rate(optimizer))
 
     def hear_rank_asked(self) -> None:
         """The script asks for its rank, which may be another one after a loss."""

@@ -154,6 +154,46 @@ class Use:
     """With the newest batch the script has had so many, of all loaders."""
 
 
+class Order:
+    """The samples of a pass, and how they are dealt when it begins. They are drawn when the first
+    one is asked for, as the script's own sampler does it: a loader that is opened may draw from
+    the same generator first."""
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        carried: Sequence[int],
+        members: tuple[int, ...],
+        losses: Sequence[Loss],
+    ) -> None:
+        self._batch_sampler, self._carried = batch_sampler, carried
+        self._members, self._losses = members, losses
+        self._num_asked = 0
+        """Iterations, and then the end."""
+
+    @cached_property
+    def _drawn(self) -> "tuple[array[int], Shape]":
+        samples, shape = sampled(self._batch_sampler, len(self._carried))
+        self._batch_sampler = None
+        return array("q", (*samples, *self._carried)), shape
+
+    @property
+    def samples(self) -> "array[int]":
+        """By their positions."""
+        return self._drawn[0]
+
+    @cached_property
+    def begun(self) -> Plan:
+        return plan_of(self._drawn[1], self._members, self._losses)
+
+    def keep_up(self, iteration: int, own: Iterator[Any]) -> None:
+        """own: of the script's batch sampler, which draws from the script's generator whenever it
+        would without us."""
+        if iteration == self._num_asked:
+            self._num_asked += 1
+            next(own, None)
+
+
 class Pass:
     """One pass over the data, on one member: what is drawn, and where it stands."""
 
@@ -161,15 +201,13 @@ class Pass:
         self, course: Course, loader: Any, carried: Sequence[int], losses: Sequence[Loss]
     ) -> None:
         """carried: samples of the pass before. losses: those that others have met in this pass."""
-        self._course, self._carried, self._losses = course, carried, losses
-        self._members = losses[0].before if losses else course.members
-        self._batch_sampler = loader.batch_sampler
+        self._course = course
+        members = losses[0].before if losses else course.members
+        self._order = Order(loader.batch_sampler, carried, members, losses)
         self._num_taken = 0
         """Of what is left over, so many are of other passes now."""
         self._next = 0
         """The iteration that is loaded next."""
-        self._num_asked = 0
-        """So many have been next, or the end has."""
         self._loading: deque[int | None] = deque()
         """Iterations that are being loaded, in order; None: of a share that was dealt again."""
         self._held: deque[tuple[int, bool]] = deque()
@@ -183,16 +221,8 @@ class Pass:
         self.has_ended = False
 
     @cached_property
-    def _drawn(self) -> "tuple[array[int], Shape]":
-        """In their order. They are drawn when the first of them is asked for, as the script's own
-        sampler does it: the loader may draw from the same generator when it is opened."""
-        samples, shape = sampled(self._batch_sampler, len(self._carried))
-        self._batch_sampler = None
-        return array("q", (*samples, *self._carried)), shape
-
-    @cached_property
     def _plan(self) -> Plan:
-        return plan_of(self._drawn[1], self._members, self._losses)
+        return self._order.begun
 
     @property
     def iterations(self) -> int:
@@ -200,7 +230,7 @@ class Pass:
 
     def digest(self) -> str:
         """Of its samples in their order."""
-        return hashlib.sha256(self._drawn[0].tobytes()).hexdigest()
+        return hashlib.sha256(self._order.samples.tobytes()).hexdigest()
 
     @property
     def is_training(self) -> bool:
@@ -266,12 +296,9 @@ class Pass:
         return sum(self._plan.num_used(iteration, members) for iteration in new)
 
     def next_indices(self, own: Iterator[Any]) -> list[int]:
-        """Of the dataset, for what is loaded next. own: of the script's batch sampler, which draws
-        from the script's generator whenever it would without us."""
-        samples, _ = self._drawn
-        if self._next == self._num_asked:
-            self._num_asked += 1
-            next(own, None)
+        """Of the dataset, for what is loaded next. own: see `Order.keep_up`."""
+        samples = self._order.samples
+        self._order.keep_up(self._next, own)
         if self._next >= self._plan.iterations:
             raise StopIteration
         share = self._plan.share(self._next, self._course.member)
@@ -295,7 +322,7 @@ class Pass:
                 "a pass without gradients goes without %d samples of a lost rank", len(left)
             )
             return []
-        return [self._drawn[0][position] for position in left]
+        return [self._order.samples[position] for position in left]
 
 
 class Batches:
@@ -322,7 +349,7 @@ class Indices:
     """May have more to give after it had none: what is left is dealt again."""
 
     def __init__(self, of: Pass, own: Iterator[Any]) -> None:
-        """own: see `Pass.next_indices`."""
+        """own: see `Order.keep_up`."""
         self._of, self._own = of, own
 
     def __iter__(self) -> "Indices":

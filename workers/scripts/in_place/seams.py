@@ -220,11 +220,11 @@ def hearing_of_steps(course: Course) -> Callable[..., None]:
     """A hook of all optimizers."""
     hear_compiled = uncompiled(course.hear_step)
 
-    def hear(*_: Any) -> None:
+    def hear(optimizer: Optimizer, *_: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            hear_compiled()
+            hear_compiled(optimizer)
         else:
-            course.hear_step()
+            course.hear_step(optimizer)
 
     return hear
 
