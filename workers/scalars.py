@@ -5,13 +5,11 @@ is workers/reduction/norm.py's.
 """
 
 from collections.abc import Set
-from math import isfinite
-
-import torch
 
 from workers.membership.member import Member
 from workers.reduction.reducers import Reduced
 from workers.step.vote import TakenWith
+from workers.train_state.learning_rate import learning_rate
 from workers.train_state.train_state import TrainState
 
 
@@ -42,11 +40,3 @@ def taken_with(train_state: TrainState) -> TakenWith:
     """Of the step at hand, which is not yet applied."""
     scale = train_state.loss_scale
     return TakenWith(learning_rate(train_state.optimizer), 1.0 if scale is None else scale.value)
-
-
-def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
-    """Of its first group of parameters; None if it has none that the host knows."""
-    found = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-    if isinstance(found, torch.Tensor) and found.numel() == 1 and found.device.type == "cpu":
-        found = float(found)
-    return float(found) if isinstance(found, int | float) and isfinite(found) else None

@@ -13,7 +13,7 @@ from tests.workers.sharded_rig import enter
 from tests.workers.test_interleaved_session import Work, take_step
 from workers.parallel.over_shards import OverShards
 from workers.parallel.shards import Ownership
-from workers.scalars import learning_rate
+from workers.train_state.learning_rate import learning_rate
 
 NUM_RANKS, STEPS = 3, 2
 """Of three ranks hsdp:2 and pp:2 leave one without a part."""

@@ -17,7 +17,6 @@ import torch
 from elastic.protocol.errors import CollectiveRefused, PeerLost, StepCancelled
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
-from workers.scalars import learning_rate
 from workers.scripts.default_group import DefaultGroup
 from workers.scripts.in_place import call_state
 from workers.scripts.in_place.applied import Applied, Recording
@@ -25,6 +24,7 @@ from workers.scripts.in_place.call_state import CallAgain, CallState, GoOn, InPa
 from workers.scripts.in_place.collective import OwnCollective, plain
 from workers.scripts.in_place.dealing import Loss
 from workers.scripts.in_place.unit import Attempt, send
+from workers.train_state.learning_rate import learning_rate
 
 log = logging.getLogger(__name__)
 
