@@ -280,7 +280,6 @@ def run_on_ray(
     record: the order's part for the run directory: storage, name, content (its config.json),
     and the newest generation of its earlier launches.
     """
-    from elastic.controller.supervisor import supervise
     from elastic.on_ray.driver.submission import ClusterRequest, RayDriver  # ray loads here
 
     driver = RayDriver(
@@ -320,6 +319,13 @@ def run_on_ray(
     finally:
         driver.close()
     return answer
+
+
+async def supervise(actor: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """In the controller's process, which alone loads what a run is led with."""
+    from elastic.controller import supervisor
+
+    return await supervisor.supervise(actor, order)
 
 
 def leave_local_probe(storage: str, driver: Any) -> Any:
