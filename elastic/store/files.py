@@ -326,6 +326,14 @@ def first_line(error: BaseException) -> str:
     return (text_of(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def first_line_of_yaml(error: BaseException) -> str:
+    """What PyYAML says of a text, with the line where it is; as `first_line` for other errors."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return first_line(error)
+    return f"line {mark.line + 1}: {getattr(error, 'problem', None) or 'no YAML'}"
+
+
 def _why(error: BaseException, place: str) -> str:
     """What it says, which may repeat the URI."""
     return first_line(error).replace(place, shown_uri(place))
