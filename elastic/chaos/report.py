@@ -38,6 +38,8 @@ class Story:
     """Lines of metrics.jsonl that the run fell back behind."""
     done: list[Done]
     detect_s: float | None = None
+    is_script: bool = False
+    """Its metrics are of its optimizers' steps; the journal knows its reports alone."""
 
 
 def read_story(folder: Folder) -> Story:
@@ -60,7 +62,8 @@ def read_story(folder: Folder) -> Story:
     detect_s = (read_json(folder, "config.json") or {}).get("detect_s")
     metrics = read_records(folder, "metrics.jsonl", METRICS_KINDS)
     rolled_back = read_records(folder, ROLLED_BACK, METRICS_KINDS)
-    return Story(name, timeline, metrics, rolled_back, read_done(folder), detect_s)
+    is_script = "level" in (read_json(folder, "status.json") or {})
+    return Story(name, timeline, metrics, rolled_back, read_done(folder), detect_s, is_script)
 
 
 def report(story: Story) -> dict[str, Any]:
@@ -116,7 +119,8 @@ def longest(times: list[float]) -> float:
 
 def cost(done: Done, story: Story) -> dict[str, Any]:
     """One fault: what it was, how it was noticed, and the phases until the next step, whose times
-    add up to `total_s`. Without a loss only `next_step_s` is known."""
+    add up to `total_s`. Without a loss only `next_step_s` is known. Of a script the phases end with
+    its next report, and `next_step_s` with its next step."""
     row: dict[str, Any] = {
         **{key: value for key, value in asdict(done).items() if key not in ABOUT},
         "step": step_at(done, story),
@@ -143,7 +147,9 @@ def cost(done: Done, story: Story) -> dict[str, Any]:
     row["waiting_s"] = story.timeline.seconds_of(WAITING, loss.at, healed_at)
     lost_steps = episode.recovery.lost_steps
     result = {"result": "recovered", "total_s": total_s, "lost_steps": lost_steps}
-    return {**row, **phases, "next_step_s": total_s, **result}
+    if not story.is_script:
+        row["next_step_s"] = total_s
+    return {**row, **phases, **result}
 
 
 def step_at(done: Done, story: Story) -> int:

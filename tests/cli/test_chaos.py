@@ -214,6 +214,18 @@ def test_a_fault_is_followed_from_the_signal_to_the_next_step(tmp_path):
     assert (found["outcome"], found["steps"], found["scenario"]) == ("succeeded", 4, "a kill")
 
 
+def test_of_a_script_the_next_step_is_its_own_and_recoveries_are_those_of_its_reports(tmp_path):
+    folder = write_run(tmp_path / "run", [*BEGIN, *LOSS, *END], [KILLED])
+    write_metrics(tmp_path / "run", "metrics.jsonl", {1: 6.0, 2: 7.0, 3: 8.0, 4: 8.6, 5: 11.0})
+    (tmp_path / "run" / "status.json").write_text('{"level": 1}')
+    found = report(read_story(folder))
+    [fault], [recovery] = found["faults"], found["recoveries"]
+    assert fault["next_step_s"] == pytest.approx(0.3)
+    assert fault["total_s"] == pytest.approx(1.2)
+    assert recovery["lost_steps"] == fault["lost_steps"] == found["lost_steps"] == 0
+    assert found["steps"] == 5
+
+
 @pytest.mark.parametrize(
     ("change", "result"),
     [
