@@ -41,8 +41,7 @@ class AppliedSteps:
         """The step of the last line, and its generation."""
         self._call = 0
         """The newest that has told of steps."""
-        self.safe = AppliedRecord()
-        """What is on record whatever becomes of this process."""
+        self._written = self._uploaded = AppliedRecord()
         self._waiting: list[StepMetrics] = []
         """Not looked at yet: there was no room on the disk when they came."""
         self._is_aside = False
@@ -52,6 +51,11 @@ class AppliedSteps:
     def files(self) -> tuple[LineFile | None, ...]:
         """In the order in which they are closed."""
         return (self.moved, self.lines)
+
+    @property
+    def safe(self) -> AppliedRecord:
+        """What is on record whatever becomes of this process."""
+        return self._written if self._remote is None else self._uploaded
 
     def record(self, call: int, base: int, steps: Sequence[StepMetrics]) -> list[StepMetrics]:
         """Those that are new, which are on record now.
@@ -80,16 +84,16 @@ class AppliedSteps:
                 new.append(step)
         self._waiting = []
         self.lines.write()
-        if self._remote is None:
-            self.safe = AppliedRecord(call, self.last, self._generation)
+        self._written = AppliedRecord(call, self.last, self._generation)
         return new
 
     def upload(self) -> None:
         """Lines that were moved aside come first: nobody could tell them from newer ones."""
         if self.moved is not None:
             self.moved.upload()
+        written = self._written
         self.lines.upload()
-        self.safe = AppliedRecord(self._call, self.last, self._generation)
+        self._uploaded = written
 
     def _is_done_again(self, step: StepMetrics) -> bool:
         """What is on record of it was seen to its end by ranks only that are lost."""

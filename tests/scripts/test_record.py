@@ -11,6 +11,7 @@ from elastic.control.transition import start
 from elastic.controller.recorder import Recorder
 from elastic.driver.resume import SCRIPT
 from elastic.protocol.messages.to_controller import ScriptSteps
+from elastic.protocol.step_record import NONE_APPLIED, AppliedRecord
 from elastic.store import run_directory
 from elastic.store.before import look_at
 from elastic.store.files import Folder, open_folder
@@ -63,7 +64,9 @@ def test_a_store_that_cannot_append_has_each_step_once(tmp_path, monkeypatch: An
     store = bucket(tmp_path / "bucket")
     run = ScriptDirectory(store, "r", spool=tmp_path / "spool", launch="a")
     run.record_applied(1, 0, lines(1, 1, 2, 3))
+    assert run.safe_applied == NONE_APPLIED, "storage has none of them"
     run.flush(with_status=False)
+    assert run.safe_applied == AppliedRecord(1, 3, 1)
     run.record_applied(4, 1, lines(4, 2))
     assert run.record_step(metrics(1), samples(1))
     run.flush(with_status=False)  # the controller dies here
