@@ -32,7 +32,7 @@ class Feed:
 
     def __init__(self) -> None:
         self.actor = SimpleNamespace(
-            blocks_at=SimpleNamespace(remote=lambda _, row, lost: Answer(0, blocks_from(row))),
+            blocks_at=SimpleNamespace(remote=lambda _, row, *others: Answer(0, blocks_from(row))),
             leave=SimpleNamespace(remote=lambda _: None),
         )
 
