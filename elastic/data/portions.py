@@ -61,7 +61,7 @@ class Behind:
     last: Portion
     """The rest is what follows it."""
     uncounted: Mapping[int, Portion]
-    """The last one and those before it, unless they have counted on all readers."""
+    """The last one and those before it, unless they have counted on all readers, the lost too."""
     losses: Sequence[Loss] = ()
     """That nothing before the rest has been dealt for."""
 
@@ -107,7 +107,8 @@ class Dealing:
         for loss in behind.losses:
             furthest = max(furthest, loss.furthest)  # who was further may be lost, too
             while last.iteration < furthest:
-                last = uncounted[last.iteration + 1] = self._next(last)
+                last = self._next(last)
+                uncounted[last.iteration] = last
                 if not last.spans:
                     lost = given_up(loss, last.iteration, uncounted)
                     yield replace(last, missing=(*last.missing, *lost))
@@ -174,6 +175,7 @@ class Standing:
         """last: what is before the first portion. losses: those that others have met already."""
         self._last, self._losses = last, list(losses)
         self._uncounted: dict[int, Portion] = {}
+        self._counted = -1
         self.needed = min([last.stop, *(span.start for span in last.missing)])
         """What lies before this position is at hand no more: whoever is lost with some of it has it
         read again."""
@@ -201,18 +203,19 @@ class Standing:
         self._last = self._uncounted[portion.iteration] = portion
         furthest = accumulate((loss.furthest for loss in self._losses), max)
         self._losses = [
-            loss
-            for loss, at in zip(self._losses, furthest, strict=True)
-            if at >= portion.iteration
+            loss for loss, at in zip(self._losses, furthest, strict=True) if at >= portion.iteration
         ]
-        self._note_needed()
+        self._forget()
 
     def count(self, until: int) -> None:
+        """All iterations up to this one have counted, on all readers that are left."""
+        self._counted = until
+        self._forget()
+
+    def _forget(self) -> None:
+        until = min([self._counted, *(loss.counted for loss in self._losses)])
         for iteration in [*takewhile(lambda i: i <= until, self._uncounted)]:
             del self._uncounted[iteration]
-        self._note_needed()
-
-    def _note_needed(self) -> None:
         newest = islice(reversed(self._uncounted.values()), KEPT)
         spans = [span for portion in newest for span in portion.spans]
         starts = [span.start for span in (*spans, *self._last.missing)]

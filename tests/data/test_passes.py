@@ -289,6 +289,53 @@ def test_each_rank_has_a_pass_of_its_own_over_what_is_not_split(ask):
     assert server.num_walks == 0
 
 
+def test_a_lost_rank_is_neither_waited_for_nor_are_its_rows_dropped(ask):
+    """The rows that it had, and did not count, are kept as long as others need them."""
+    data = DataSet(*[4] * 6)
+    server = PassServer(data.execute)
+    for rank in (0, 1, 2):
+        ask(server, reading(rank, readers=(0, 1, 2)), 0)
+    ask(server, reading(1, readers=(0, 1, 2)), 4)  # and is lost
+    for rank in (0, 2):
+        ask(server, reading(rank, readers=(0, 1, 2)), 16, needed=8)
+    assert rows_in(ask(server, reading(0, readers=(0, 2)), 8, needed=8).found).start == 8
+    walk = ask(server, reading(2, readers=(0, 2)), 20, needed=16).walk
+    assert ask(server, reading(0, readers=(0, 2)), 20, needed=20).walk == walk
+    assert data.executed == 1
+    assert server._shared["train", ALL, 0].walk._wanted == 16, "the lost one is not waited for"
+    for rank in (0, 2):
+        server.leave(reading(rank, readers=(0, 2)))
+    assert server.num_walks == 0
+
+
+def test_passes_that_only_the_lost_had_not_left_are_over(ask):
+    data = DataSet(4, 4)
+    server = PassServer(data.execute)
+    for rank in (0, 1):
+        ask(server, reading(rank), 0)
+        ask(server, reading(rank, reader=rank), 0)
+    server.leave(reading(0))
+    assert server.num_walks == 3
+    server.hear(1, (0,))
+    assert server.num_walks == 1, "that of the rank that is left, over what is not split"
+    server.hear(1, (0, 1))  # of one who has not heard of the loss
+    assert ask(server, reading(0, number=1), 0).found[0].first == 0
+    server.leave(reading(0, number=1))
+    assert server.num_walks == 1
+    with pytest.raises(CallOver):
+        server.hear(0, (0, 1))
+    server.end()
+
+
+def test_rows_that_are_kept_no_more_are_executed_again(ask):
+    data = DataSet(*[4] * 6)
+    server = PassServer(data.execute)
+    walk = ask(server, reading(0, readers=(0,)), 16).walk
+    again = ask(server, reading(0, readers=(0,)), 4, needed=4)
+    assert (again.found[0].first, again.walk != walk, data.executed) == (4, True, 2)
+    server.end()
+
+
 # --- ahead ----------------------------------------------------------------------------------
 def readers():
     return {thread for thread in threading.enumerate() if thread.name == "rows ahead"}

@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ def count_uses(settings: dict[str, Any]) -> str:
         dataset, batch_size=BATCH, shuffle=True, num_workers=settings.get("loaders", 0)
     )
     loader = ray.train.torch.prepare_data_loader(loaded)
+    if settings.get("shard"):
+        loader = OfShard(num_ranks)
     net = counting_net(settings)
     model = prepared(net, has_hook=member in settings.get("hooks", []))
     optimizer = torch.optim.SGD(net.learned(), lr=0.05, momentum=0.9)
@@ -101,6 +104,27 @@ def count_uses(settings: dict[str, Any]) -> str:
         {**state, "steps": step, "lr": optimizer.param_groups[0]["lr"]}, place / f"end-{member}.pt"
     )
     return "counted"
+
+
+class OfShard:
+    """The same samples from Ray Data, in batches of the same size."""
+
+    sampler = None
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def __len__(self) -> int:
+        return SAMPLES // BATCH // self._num_ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        import ray.train
+
+        shard = ray.train.get_dataset_shard("train")
+        for batch in shard.iter_torch_batches(
+            batch_size=BATCH, local_shuffle_buffer_size=7, local_shuffle_seed=1
+        ):
+            yield (batch["id"],)
 
 
 def prepared(net: Any, *, has_hook: bool) -> Any:

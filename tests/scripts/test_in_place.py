@@ -27,13 +27,14 @@ def started(
     place: Path, *, in_place: bool = True, workers: int = WORKERS, **settings: Any
 ) -> LocalRun:
     from elastic.on_ray.train_api import answering
+    from tests.scripts.local_feed import answering_with_rows
 
     loop = ScriptLoop(
         function=partial(counting.count_uses, settings),
         place=str(place),
         name=place.name,
         ray_version="2.60.0",
-        installed=answering,
+        installed=answering_with_rows if settings.get("shard") else answering,
         goes_in_place=in_place,
     )
     run = LocalRun(loop, place, workers, least=1)
@@ -112,6 +113,9 @@ def test_without_a_loss_the_bits_are_those_of_stock_ddp(tmp_path):
     [
         pytest.param([1, 7, "backward"], {"accumulate": 2, "scaled": True}, id="accumulating"),
         pytest.param([0, 14, "backward"], {}, id="rank 0"),
+        pytest.param([1, 14, "backward"], {"shard": True}, id="rows of Ray Data"),
+        pytest.param([0, 12, "forward"], {"shard": True}, id="its row", marks=pytest.mark.slow),
+        pytest.param([2, 13, "vote"], {"shard": True}, id="its vote", marks=pytest.mark.slow),
         pytest.param([1, 14, "forward"], {}, id="forward", marks=pytest.mark.slow),
         pytest.param([2, 13, "vote"], {}, id="after the vote", marks=pytest.mark.slow),
         pytest.param([1, 1, "report"], {}, id="report", marks=pytest.mark.slow),

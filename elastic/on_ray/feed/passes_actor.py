@@ -32,9 +32,7 @@ class PassesActor:
         self._has_told_waiting = False
         self._alone: asyncio.Task[None] | None = None
 
-    async def blocks_at(
-        self, reading: Reading, row: int, lost: int | None, needed: int
-    ) -> Answer:
+    async def blocks_at(self, reading: Reading, row: int, lost: int | None, needed: int) -> Answer:
         """As `PassServer`'s; references stand for blocks."""
         if self._alone is None:
             self._alone = asyncio.create_task(end_when_alone(self._run_id))

@@ -80,7 +80,7 @@ class Course(Protocol):
         """Who is left, in the order of today's ranks."""
         ...
 
-    def begin(self, row: int, missing: Spans, batch_size: int) -> "Pass":
+    def begin_shared(self, row: int, missing: Spans, batch_size: int) -> "Pass":
         """A pass that all share, from its row on."""
         ...
 
@@ -94,8 +94,8 @@ class Pass(Protocol):
 
     @property
     def standing(self) -> Standing: ...
-    def deliver(self, portion: Portion) -> None:
-        """The script is given its share."""
+    def deliver_share(self, portion: Portion) -> None:
+        """The script is given it."""
         ...
 
     def end(self, portion: Portion) -> None:
@@ -109,7 +109,7 @@ class Alone:
     def __init__(self, last: Portion) -> None:
         self.standing = Standing(last)
 
-    def deliver(self, portion: Portion) -> None:
+    def deliver_share(self, portion: Portion) -> None:
         self.standing.deliver(portion)
         self.standing.count(portion.iteration)
 
@@ -348,7 +348,7 @@ class Shard(DataIterator):
                         at_hand.end(portion)
                         break
                     self._num_rows += num_rows
-                    at_hand.deliver(portion)
+                    at_hand.deliver_share(portion)
                     if not wish.is_row_by_row:
                         self._at_hand = place.number, standing
                     yield batch, portion.stop
@@ -365,7 +365,7 @@ class Shard(DataIterator):
             return Alone(Portion(-1, (), (self._seat.rank,), place.row, missing))
         if course is not None:
             if wish.batch_size is not None and not wish.is_row_by_row:
-                return course.begin(place.row, missing, wish.batch_size)
+                return course.begin_shared(place.row, missing, wish.batch_size)
             course.refuse(NOT_BATCHES)
         return Alone(Portion(-1, (), self._readers, place.row, missing))
 
@@ -420,8 +420,9 @@ class Fetch:
                     pause(self._stay)
 
     def _ask(self, row: int, lost: int | None) -> None:
-        self._asked = row, self._feed.actor.blocks_at.remote(
-            self._reading, row, lost, self._needed()
+        self._asked = (
+            row,
+            self._feed.actor.blocks_at.remote(self._reading, row, lost, self._needed()),
         )
 
 
