@@ -28,12 +28,7 @@ def count_uses(settings: dict[str, Any]) -> str:
     member = ray.train.get_context().get_world_rank()
     num_ranks = dist.get_world_size()
     dataset = TensorDataset(torch.arange(SAMPLES))
-    loaded = DataLoader(
-        dataset, batch_size=BATCH, shuffle=True, num_workers=settings.get("loaders", 0)
-    )
-    loader = ray.train.torch.prepare_data_loader(loaded)
-    if settings.get("shard"):
-        loader = OfShard(num_ranks)
+    loader = loader_of(settings, dataset, num_ranks)
     net = counting_net(settings)
     model = prepared(net, has_hook=member in settings.get("hooks", []))
     optimizer = torch.optim.SGD(net.learned(), lr=0.05, momentum=0.9)
@@ -104,6 +99,18 @@ def count_uses(settings: dict[str, Any]) -> str:
         {**state, "steps": step, "lr": optimizer.param_groups[0]["lr"]}, place / f"end-{member}.pt"
     )
     return "counted"
+
+
+def loader_of(settings: dict[str, Any], dataset: Any, num_ranks: int) -> Any:
+    import ray.train.torch
+    from torch.utils.data import DataLoader
+
+    if settings.get("shard"):
+        return OfShard(num_ranks)
+    loader = DataLoader(
+        dataset, batch_size=BATCH, shuffle=True, num_workers=settings.get("loaders", 0)
+    )
+    return ray.train.torch.prepare_data_loader(loader)
 
 
 class OfShard:

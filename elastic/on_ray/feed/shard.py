@@ -9,7 +9,7 @@ pass is, are ours.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any, NoReturn, Protocol, TypeAlias

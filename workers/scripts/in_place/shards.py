@@ -103,9 +103,9 @@ class ShardPass(Pass):
 
     def deliver_share(self, portion: Portion) -> None:
         """The script is given its share."""
-        if self._course.operations.num_losses != self._num_losses:
-            if not self._dealer.is_newest(self):
-                self._dealer.call_again(TWO)
+        is_told = self._dealer.is_newest(self)
+        if self._course.operations.num_losses != self._num_losses and not is_told:
+            self._dealer.call_again(TWO)
         self.standing.deliver(portion)
         self.drawn = self.delivered = portion.iteration
         has_gradients = torch.is_grad_enabled()
