@@ -1,5 +1,6 @@
 """Fixtures of more than one suite."""
 
+import gc
 import os
 import signal
 import threading
@@ -13,6 +14,17 @@ from tests.object_store import CREDENTIALS, FaultProxy, S3Server
 # As in a terminal: who runs the tests in the background has interrupts ignored, and so would have
 # all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What all tests and torch bring while they are imported is no garbage: to look for some in
+    the meantime takes 4 of 9 s, and each later look would go through all of it."""
+    gc.disable()
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -226,6 +226,7 @@ def test_answers_are_in_the_file(kind, tmp_path, capsys):
     assert main(["cluster", "init", kind, "--out", str(out), *answers]) == 0
     text = out.read_text()
     assert "<<" not in text
+    assert ("set-your-" in text) == ("what begins with set-your-" in capsys.readouterr().out)
     for answer in ("mine", "registry/mine:1", "store:6379"):
         assert answer in text, answer
     config = yaml.safe_load(text)

@@ -46,7 +46,7 @@ WIDE_CLASSES = {
     "elastic/protocol/messages/pulse.py Heartbeat": 16,
     "elastic/protocol/worker_spec.py WorkerSpec": 32,
     "elastic/store/run_directory.py RunDirectory": 21,
-    "workers/backup/client.py BackupClient": 20,
+    "workers/backup/client.py BackupClient": 19,
     "workers/data/parquet_loader.py ParquetLoader": 16,
     "workers/health/vitals.py Vitals": 17,
     "workers/membership/member.py Member": 24,
@@ -54,7 +54,6 @@ WIDE_CLASSES = {
 }
 """Their attributes; no other class has more than MAX_ATTRIBUTES."""
 LONG_TESTS = {
-    "tests/cli/test_chaos.py",
     "tests/workers/pipeline_models.py",
 }
 """Files of tests that are still longer than MAX_LINES."""

@@ -1,10 +1,12 @@
-"""Processes that are stopped for a while, or again and again, and woken: the clock is the caller's.
+"""Processes that are stopped for a while, or again and again, and woken: the clock is the caller's,
+who may look in a thread of its own.
 
 A process that runs for a part of each period only is slow without a change to it (`slow`); its
 heartbeats come in time, because a period is shorter than any of theirs.
 """
 
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
@@ -34,25 +36,33 @@ class Freezer:
     ) -> None:
         self._send, self._tell = send, tell
         self._held: list[Held] = []
+        self._lock = threading.Lock()
+
+    def leave(self, row: Row) -> None:
+        """It is neither stopped nor woken any more, until it is held or slow again."""
+        with self._lock:
+            self._release(row)
 
     def hold(self, row: Row, until: float) -> None:
-        """It has been stopped; `until` may be infinite."""
-        self._release(row)
-        if until < inf:
+        """It has been stopped, and is woken then."""
+        with self._lock:
+            self._release(row)
             self._held.append(Held(row, until, next_at=until))
 
     def slow(self, row: Row, slower: float, until: float) -> None:
-        self._release(row)
-        self._held.append(Held(row, until, slower, is_stopped=False))
+        with self._lock:
+            self._release(row)
+            self._held.append(Held(row, until, slower, is_stopped=False))
 
     def look(self, now: float) -> None:
         """Often. now: monotonic seconds."""
-        for held in list(self._held):
-            if now >= held.until:
-                self._held.remove(held)
-                self._wake(held)
-            elif now >= held.next_at:
-                self._turn(held, now)
+        with self._lock:
+            for held in list(self._held):
+                if now >= held.until:
+                    self._held.remove(held)
+                    self._wake(held)
+                elif now >= held.next_at:
+                    self._turn(held, now)
 
     def _release(self, row: Row) -> None:
         self._held = [held for held in self._held if held.row["pid"] != row["pid"]]

@@ -34,7 +34,7 @@ PATIENCE_S = 5.0
 """How long a strike waits for somebody to hit: status.json follows the journal."""
 TIMED = ("stop", "slow", *BOUNDED)
 """What a worker may be lost of until it is over; a drain's for_s is a deadline."""
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 
 Tell = Callable[[str], None]
 
@@ -85,7 +85,7 @@ class Injector:
                     if rows or now > since + PATIENCE_S:
                         self._waiting.remove(strike)
                         self._strike(strike, rows)
-                self._lasting.look(now)
+                self._lasting.check()
                 self._take_room(now)
                 time.sleep(LOOK_EVERY_S)
         finally:
@@ -189,14 +189,14 @@ class Injector:
         spec, now, at = strike.spec, time.monotonic(), time.time()
         until = inf if spec.for_s is None else now + spec.for_s
         match spec.what:
-            case "kill" | "term" | "stop":
+            case "kill" | "term":
                 at = self._signal(row, SIGNALS[spec.what])
-                if spec.what == "stop":
-                    self._lasting.freezer.hold(row, until)
+            case "stop":
+                at = self._stop(row, spec.for_s)
             case "slow":
                 if row["pid"] != self._driver_pid and not is_here(row["node_ip"]):
                     raise WrongInput(f"slow needs the process here; it is on {row['node_ip']}")
-                self._lasting.freezer.slow(row, spec.slower, until)
+                self._lasting.slow(row, spec.slower, until)
             case "drain":
                 self._lasting.drain(row["node_id"], spec.for_s or DRAIN_DEADLINE_S)
             case "cut" | "lossy":
@@ -204,9 +204,17 @@ class Injector:
             case "corrupt":
                 flip_bits(self._folder, row["name"], self._dice(strike))
             case "fill":
-                self._lasting.ballast.fill(self._folder, spec.at_most_gb, now, until)
+                self._lasting.fill(spec.at_most_gb, now, until)
             case "capacity":
                 self._lasting.make_room(strike, self._status, now)
+        return at
+
+    def _stop(self, row: dict[str, Any], for_s: float | None) -> float:
+        """As `_hit`. The time counts from the signal, which another node may take long to send."""
+        self._lasting.leave(row)  # else it might be woken in between
+        at = self._signal(row, signal.SIGSTOP)
+        if for_s is not None:
+            self._lasting.hold(row, time.monotonic() + for_s)
         return at
 
     def _signal(self, row: dict[str, Any], number: signal.Signals) -> float:

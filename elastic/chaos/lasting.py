@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 from elastic.chaos.capacity import Capacity, need_of
+from elastic.chaos.clock import Clock
 from elastic.chaos.freezer import Freezer, Row
 from elastic.chaos.plan import Strike
 from elastic.chaos.scenario import Fault
@@ -20,8 +21,7 @@ MENDED_S = 1.0
 
 
 class Lasting:
-    """Stopped and slow processes, a full disk, lost links, slots that others hold. `look` often;
-    `end` once."""
+    """Stopped and slow processes, a full disk, lost links, slots that others hold. `end` once."""
 
     def __init__(
         self,
@@ -32,21 +32,43 @@ class Lasting:
     ) -> None:
         """send: a signal to the process of a row of status.json. address: the run's cluster."""
         self._run, self._address, self._tell = run, address, tell
-        self.freezer, self.ballast = Freezer(send, tell), Ballast(tell)
+        self._freezer, self.ballast = Freezer(send, tell), Ballast(tell)
+        self._clocks = Clock(self._freezer.look), Clock(self.ballast.look)
         self.capacity = Capacity(self._holders)
         self.room_strike: Strike | None = None
         """The last one on the capacity."""
         self._rows: list[Row] = []
         self._mended_at = 0.0
 
-    def look(self, now: float) -> None:
-        """now: monotonic seconds."""
-        self.freezer.look(now)
-        self.ballast.look(now)
+    def check(self) -> None:
+        """Raises what kept something from being undone in its time."""
+        for clock in self._clocks:
+            clock.check()
+
+    def leave(self, row: Row) -> None:
+        """Whatever was done to this process lasts no longer, but for a stop."""
+        self._freezer.leave(row)
+
+    def hold(self, row: Row, until: float) -> None:
+        """A process that has been stopped is woken then (monotonic seconds)."""
+        self._freezer.hold(row, until)
+        self._clocks[0].begin()
+
+    def slow(self, row: Row, slower: float, until: float) -> None:
+        """All that it does takes so many times as long."""
+        self._freezer.slow(row, slower, until)
+        self._clocks[0].begin()
+
+    def fill(self, at_most_gb: float, now: float, until: float) -> None:
+        """The run's disk. WrongInput if it is none to be filled."""
+        self.ballast.fill(self._run, at_most_gb, now, until)
+        self._clocks[1].begin()
 
     def end(self) -> None:
         """Everything is undone; what nodes undo by themselves is waited for."""
-        self.freezer.look(inf)
+        for clock in self._clocks:
+            clock.end()
+        self._freezer.look(inf)
         self.ballast.look(inf)
         self.capacity.end()
         left_s = self._mended_at - time.monotonic()

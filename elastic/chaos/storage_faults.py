@@ -6,6 +6,7 @@ When that happens is plan.py's, what the run makes of it elastic/store's.
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -72,13 +73,15 @@ def refuse_large_disk(run: Folder, at_most_gb: float) -> None:
 
 
 class Ballast:
-    """A file that takes the room that is left on a run's disk, and what becomes free meanwhile."""
+    """A file that takes the room that is left on a run's disk, and what becomes free meanwhile.
+    Whoever fills and whoever looks may be different threads."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._path: Path | None = None
         self._limit_bytes = 0
         self._until = self._next_at = inf
+        self._lock = threading.Lock()
         self.gone_at = -inf
         """Monotonic seconds, when there was room again."""
 
@@ -88,24 +91,27 @@ class Ballast:
 
     def fill(self, run: Folder, at_most_gb: float, now: float, until: float) -> None:
         """until: monotonic seconds, as now. WrongInput if the disk is none to be filled."""
-        if self._path is None:
-            refuse_large_disk(run, at_most_gb)
-        assert run.local is not None
-        self._path, self._limit_bytes = run.local / BALLAST, int(at_most_gb * 1e9)
-        self._until, self._next_at = until, now + GROW_EVERY_S
-        self._grow(self._path)
+        with self._lock:
+            if self._path is None:
+                refuse_large_disk(run, at_most_gb)
+            assert run.local is not None
+            self._path, self._limit_bytes = run.local / BALLAST, int(at_most_gb * 1e9)
+            self._until, self._next_at = until, now + GROW_EVERY_S
+            self._grow(self._path)
 
     def look(self, now: float) -> None:
         """Often. now: infinite at the end of all."""
-        if self._path is None:
-            return
-        if now >= self._until or now == inf:
-            self._path.unlink(missing_ok=True)
-            self._tell(f"the ballast is gone: {self._path}")
-            self._path, self.gone_at = None, time.monotonic()
-        elif now >= self._next_at:
-            self._next_at = now + GROW_EVERY_S
-            self._grow(self._path)
+        with self._lock:
+            if self._path is None:
+                return
+            if now >= self._until or now == inf:
+                self._path.unlink(missing_ok=True)
+                self._tell(f"the ballast is gone: {self._path}")
+                self.gone_at = time.monotonic()  # first: a run is not over in between
+                self._path = None
+            elif now >= self._next_at:
+                self._next_at = now + GROW_EVERY_S
+                self._grow(self._path)
 
     def _grow(self, path: Path) -> None:
         with path.open("ab", buffering=0) as file:

@@ -21,12 +21,14 @@ from elastic.protocol.errors import ControllerLost, WrongInput
 if TYPE_CHECKING:
     pass
 
+NAME = "elastic"
+"""However it was started: `python -m elastic` is the same."""
 FAILED = 1
 TYPERS_INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt in a command."""
 
 app = typer.Typer(
-    name="elastic",
+    name=NAME,
     cls=LoadedOnDemand,
     help="Train PyTorch on a Ray cluster whose machines come and go.",
     no_args_is_help=True,
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (found := script.script_in(given)) is not None:
             return script.run_script(*found)
         words = expanded(given)
-        status: object = app(args=words, standalone_mode=False)
+        status: object = app(args=words, prog_name=NAME, standalone_mode=False)
     except TyperException as error:
         message = error.format_message().rstrip(".")
         return refuse(f"{message}; see `{command_of(error)} --help`") if message else WRONG_INPUT

@@ -18,6 +18,8 @@ from elastic.store.files import first_line
 
 VALUE = re.compile(r"[\w.:/@,+-]+", re.ASCII)
 """What an answer may hold: nothing that means something in YAML or to a shell."""
+OPEN = "set-your-"
+"""So begins what nobody has answered and a file cannot do without."""
 PLACE = re.compile(r"<<(\w+)>>")
 
 app = typer.Typer(help="Files for clusters in the cloud.", no_args_is_help=True)
@@ -145,9 +147,11 @@ def init(
             raise WrongInput(f"--{asked} {value!r}: give letters, digits and . : / @ , + - only")
     num_gpus = usual.gpus if gpus is None else gpus
     path = out or Path(usual.file)
-    write(path, made(kind, answers, num_gpus, image, redis), force=force)
+    text = made(kind, answers, num_gpus, image, redis)
+    write(path, text, force=force)
     how = "kubectl apply -f" if kind == "kuberay" else "ray up"
-    print(f"{path} is written; read it, replace what begins with set-your-, and then: {how} {path}")
+    replace = f", replace what begins with {OPEN}" if OPEN in text else ""
+    print(f"{path} is written; read it{replace}, and then: {how} {path}")
     return 0
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeAlias
 
 from elastic.protocol.mesh import AXES, Axis, Mesh
 
@@ -89,12 +90,19 @@ ROWS: tuple[tuple[Axis, int], ...] = (("dp_shard", 0),)
 """Each of those who share a tensor has some of its rows."""
 
 
+BlockSets: TypeAlias = tuple[tuple[int, ...], ...]
+"""As `TensorLayout.blocks`, of several tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     """Who holds the boxes of `rank` of `mesh`."""
 
     mesh: Mesh
     rank: int
+    lacks: BlockSets = ()
+    """Of tensors of these blocks it has nothing all the same, as a copy of what lives on one node
+    only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +156,7 @@ class TensorLayout:
 
     def _box_of_stage(self, at: Position) -> Box:
         held = at.mesh.blocks(at.rank)
-        if not any(block in held for block in self.blocks):
+        if self.blocks in at.lacks or not any(block in held for block in self.blocks):
             return whole((0, *self.shape[1:]))
         if not self.cuts:
             return whole(self.shape)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
+from elastic.chaos.clock import Clock
 from elastic.chaos.inject import Injector, is_here
 from elastic.chaos.plan import make_plan
 from elastic.chaos.record import read_done
@@ -175,6 +176,49 @@ def test_a_slow_process_is_stopped_and_woken_until_the_run_ends(process, tmp_pat
     done = run.suffer({"what": "slow", "slower": 4, "when": {"step": 1}})
     assert done == [("1.1", "slow", "w0", worker.pid, "")]
     assert state_of(worker.pid) != "T"
+
+
+class AsksSlowNodes(Injector):
+    """What is asked of a node takes until the first worker has been woken."""
+
+    def _hit(self, strike, row):
+        if strike.spec.what == "drain":
+            os.waitid(os.P_PID, self._status["workers"][0]["pid"], os.WCONTINUED)
+            return 5.0
+        return super()._hit(strike, row)
+
+    def _signal(self, row, number):
+        at = super()._signal(row, number)
+        if number == signal.SIGSTOP:  # before that a SIGCONT would only take it back
+            os.waitid(os.P_PID, row["pid"], os.WSTOPPED)
+        return at
+
+
+def test_a_process_is_woken_in_time_while_a_node_does_not_answer(process, tmp_path):
+    worker = process("ray::WorkerActor.run")
+    run = FakeRun(tmp_path / "run", [worker], num_faults=2)
+    stop = {"what": "stop", "for_s": 0.2, "whom": {"rank": 0}, "when": {"step": 1}}
+    drain = {"what": "drain", "whom": {"node_of": 0}, "when": {"after_fault": 1, "after_s": 0}}
+    scenario = parse_scenario({"name": "s", "faults": [stop, drain]}, "s", run.directory)
+    folder = open_folder(str(run.directory))
+    AsksSlowNodes(folder, scenario, make_plan(scenario, 1), tell=run.tell).run()
+    assert [d.what for d in read_done(folder)] == ["stop", "drain"]
+
+
+def test_what_cannot_be_undone_in_its_time_ends_the_scenario():
+    is_looked_at = threading.Event()
+
+    def look(now):
+        is_looked_at.set()
+        raise OSError("the folder is gone")
+
+    clock = Clock(look)
+    clock.check()
+    clock.begin()
+    assert is_looked_at.wait(60)
+    clock.end()
+    with pytest.raises(OSError, match="the folder is gone"):
+        clock.check()
 
 
 def test_the_driver_is_hit_by_the_pid_it_is_given(process, tmp_path):

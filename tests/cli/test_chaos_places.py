@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import time
 from math import inf
 
@@ -23,6 +22,7 @@ from elastic.protocol.errors import WrongInput
 from elastic.protocol.placing import Machine, Need
 from elastic.store.files import open_folder
 from tests.cli.test_chaos_inject import FakeRun
+from tests.small_disk import small_disk
 
 
 # --- a checkpoint ----------------------------------------------------------------
@@ -62,15 +62,10 @@ def test_a_corruption_says_which_file_it_has_hit(checkpointed, tmp_path):
 
 # --- the disk ---------------------------------------------------------------------
 @pytest.fixture
-def small_disk(tmp_path):
-    """2 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("a small disk needs root and mount")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+def disk(tmp_path):
+    (tmp_path / "disk").mkdir()
+    with small_disk(tmp_path / "disk", size_mb=2) as found:
+        yield found
 
 
 def free_bytes(folder) -> int:
@@ -78,27 +73,27 @@ def free_bytes(folder) -> int:
     return found.f_bavail * found.f_bsize
 
 
-def test_a_disk_is_full_until_its_time_is_over_whatever_becomes_free(small_disk):
-    (small_disk / "other").write_bytes(bytes(500_000))
+def test_a_disk_is_full_until_its_time_is_over_whatever_becomes_free(disk):
+    (disk / "other").write_bytes(bytes(500_000))
     told = []
     ballast = Ballast(told.append)
-    ballast.fill(open_folder(str(small_disk)), 1.0, now=10.0, until=12.0)
-    assert free_bytes(small_disk) == 0
-    (small_disk / "other").unlink()
-    assert free_bytes(small_disk) > 0
+    ballast.fill(open_folder(str(disk)), 1.0, now=10.0, until=12.0)
+    assert free_bytes(disk) == 0
+    (disk / "other").unlink()
+    assert free_bytes(disk) > 0
     ballast.look(11.0)
-    assert free_bytes(small_disk) == 0
+    assert free_bytes(disk) == 0
     ballast.look(12.0)
-    assert free_bytes(small_disk) > 1_900_000
-    assert told == [f"the ballast is gone: {small_disk / BALLAST}"]
+    assert free_bytes(disk) > 1_900_000
+    assert told == [f"the ballast is gone: {disk / BALLAST}"]
     ballast.look(inf)
     assert len(told) == 1
 
 
-def test_the_record_of_a_full_disk_is_written_when_there_is_room(small_disk):
-    run = FakeRun(small_disk / "run", [], num_faults=99)
+def test_the_record_of_a_full_disk_is_written_when_there_is_room(disk):
+    run = FakeRun(disk / "run", [], num_faults=99)
     scenario = parse_scenario(
-        {"faults": [{"what": "fill", "for_s": 0.2, "when": {"step": 1}}]}, "s", small_disk
+        {"faults": [{"what": "fill", "for_s": 0.2, "when": {"step": 1}}]}, "s", disk
     )
 
     def tell(line):
@@ -113,8 +108,8 @@ def test_the_record_of_a_full_disk_is_written_when_there_is_room(small_disk):
     ]
 
 
-def test_a_status_that_is_old_because_the_disk_was_full_ends_no_scenario(small_disk):
-    run = FakeRun(small_disk / "run", [], num_faults=99)
+def test_a_status_that_is_old_because_the_disk_was_full_ends_no_scenario(disk):
+    run = FakeRun(disk / "run", [], num_faults=99)
     old = time.time() - 60
     faults = [{"what": "fill", "for_s": 0.2, "when": {"step": 1}}]
     faults += [{"what": "fill", "for_s": 0.1, "when": {"after_s": 0.4}}]
@@ -126,7 +121,7 @@ def test_a_status_that_is_old_because_the_disk_was_full_ends_no_scenario(small_d
             run.write("result.json", {})
 
     folder = open_folder(str(run.directory))
-    scenario = parse_scenario({"faults": faults}, "s", small_disk)
+    scenario = parse_scenario({"faults": faults}, "s", disk)
     Injector(folder, scenario, make_plan(scenario, 1), tell=tell).run()
     assert [(d.what, d.for_s, d.note) for d in read_done(folder)] == [
         ("fill", 0.2, ""), ("fill", 0.1, ""),

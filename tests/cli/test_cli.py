@@ -60,6 +60,13 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "r"
 
 
+def test_it_has_one_name_however_it_is_started():
+    words = [sys.executable, "-m", "elastic", "stop"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "elastic: Missing argument 'RUN_DIR'; see `elastic stop --help`\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -1,7 +1,9 @@
 """A run that somebody looks at: whatever becomes of the look, the run goes on."""
 
+import builtins
 import io
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +53,26 @@ def test_python_shows_a_run_where_somebody_looks(
                 show(str(tmp_path))
         is_shown = is_wanted is True or (is_wanted is None and stream is Terminal)
         assert ("0.25" in stderr.getvalue()) == is_shown
+
+
+def test_a_notebook_has_plain_lines_below_the_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Without ipywidgets, which a live view would need there."""
+    shown: list[Any] = []
+    kernel = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr(builtins, "get_ipython", lambda: kernel, raising=False)
+    display = SimpleNamespace(display=shown.append)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    write_json(open_folder(str(tmp_path)), "status.json", STATUS)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(METRICS) + "\n")
+    with progress_shown(None) as show:
+        assert show is not None
+        show(str(tmp_path))
+    (line,) = (output._repr_mimebundle_([], [])["text/plain"] for output in shown)
+    assert "loss=0.25" in line
+    assert capsys.readouterr() == ("", "")
 
 
 class Driver:

@@ -54,6 +54,7 @@ def test_who_is_slow_runs_for_its_share_of_the_time_and_then_throughout(process,
 def test_who_is_stopped_meanwhile_stays_so(process):
     process.freezer.slow(process.row, 2.0, until=inf)
     process.live(1.0)
+    process.freezer.leave(process.row)
     process.is_running = False
     process.freezer.hold(process.row, until=3.0)
     process.live(1.9)
@@ -63,8 +64,9 @@ def test_who_is_stopped_meanwhile_stays_so(process):
 
 
 def test_who_is_stopped_for_good_is_never_woken(process):
+    process.freezer.slow(process.row, 2.0, until=inf)
+    process.freezer.leave(process.row)
     process.is_running = False
-    process.freezer.hold(process.row, until=inf)
     process.freezer.look(inf)
     assert not process.is_running
 

@@ -21,6 +21,8 @@ SLOWEST = (
     *("test_autoscaling", "test_hangs", "test_experiment", "test_spot", "test_hosts", "test_bits"),
     *("test_object_store", "test_checkpoints", "test_drain", "test_feed", "test_feed_nodes"),
     *("test_controller_death", "test_chaos", "test_scale", "test_readme", "test_sharded"),
+    *("test_tune", "test_own_strategy", "test_script_in_place", "test_script_data"),
+    *("test_stage_nodes", "test_hybrid", "test_feed_store", "test_partitions", "test_lifecycle"),
 )
 TOGETHER = {
     "test_submit": "jobs",

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import subprocess
 
 import pytest
 
@@ -11,6 +10,7 @@ from elastic.chaos.storage_faults import BALLAST
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.cluster.live import assert_complete, begin
+from tests.small_disk import small_disk
 
 pytestmark = pytest.mark.cluster
 
@@ -19,12 +19,8 @@ OPTIONS = {"steps": 120, "checkpoint_every": 20, "set": ["sleep=0.02"]}
 
 @pytest.fixture
 def tmp_path(tmp_path):
-    """A disk of 4 MB."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("a small disk needs root and mount")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+    with small_disk(tmp_path, size_mb=4) as found:
+        yield found
 
 
 def fill(path) -> None:

@@ -2,13 +2,11 @@
 
 import inspect
 import json
-import subprocess
-import sys
 
 import pytest
 from ray.train import Result
 
-from tests.cluster.live import environment
+from tests.cluster.live import Ended, environment, python
 from tests.cluster.test_script import SCRIPT
 from tests.scripts import jobs
 
@@ -22,10 +20,9 @@ def test_a_run_of_ray_train_goes_on(shared_head, ray_temp, tmp_path):
     source = SCRIPT.format(learn=functions)
     script = tmp_path / "train.py"
 
-    def run(settings: str, *command: str) -> subprocess.CompletedProcess[str]:
+    def run(settings: str, *command: str) -> Ended:
         script.write_text(source.replace('"sleep_s": float(sys.argv[2])', settings))
-        words = [sys.executable, *command, str(script), str(tmp_path)]
-        return subprocess.run(words, env=env, capture_output=True, text=True, timeout=200)
+        return python(env, *command, script, tmp_path, patience_s=200)
 
     ended = run(FAILS)
     assert "the script's own" in ended.stderr, ended.stderr[-4000:]

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from random import Random
 
@@ -12,8 +10,8 @@ import pytest
 import torch
 
 from elastic.data.rounds import LocalShuffle
-from tests.cluster.live import environment
-from tests.cluster.processes import about, running
+from tests.cluster.live import begin, environment
+from tests.cluster.processes import about, parent, running
 from tests.scripts import dataset_job
 from tests.scripts.dataset_job import BUFFER, PASSES, RANKS, SEED
 
@@ -25,19 +23,17 @@ PATIENCE_S = 120.0
     ("rows", "kills"), [(250, 1), pytest.param(2500, 20, marks=pytest.mark.slow)]
 )
 def test_each_row_is_used_once_in_each_pass_though_ranks_are_killed(
-    shared_head, ray_temp, tmp_path, rows, kills
+    shared_head, fork_server, ray_temp, tmp_path, rows, kills
 ):
-    command = [sys.executable, "-m", "elastic", "run", dataset_job.__file__, str(tmp_path)]
-    command += [str(rows), "0.05"]
+    command = ("-m", "elastic", "run", dataset_job.__file__, tmp_path, rows, 0.05)
     env = environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
     def reports() -> list[dict]:
         file = tmp_path / "run" / "reports.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines]
 
-    process = subprocess.Popen(command, env=env, **pipes)
+    process = begin(env, *command)
     done, random = list[dict](), Random(0)
     for kill in range(kills):
         num, deadline = len(done), time.monotonic() + PATIENCE_S
@@ -45,7 +41,7 @@ def test_each_row_is_used_once_in_each_pass_though_ranks_are_killed(
             assert time.monotonic() < deadline, process.communicate(timeout=5)
             time.sleep(0.02)  # polling, bounded by the deadline
         if kill % 5 == 4:
-            end_feed()
+            end_feed(fork_server.pid)
         os.kill(random.choice(done[-1]["metrics"]["pids"][1:]), signal.SIGKILL)
     assert done[-1]["metrics"]["pass"] < PASSES - 1 or kills > 1, "in the middle of its first pass"
     out, err = process.communicate(timeout=PATIENCE_S)
@@ -62,8 +58,9 @@ def test_each_row_is_used_once_in_each_pass_though_ranks_are_killed(
     shared_head.assert_empty()
 
 
-def end_feed() -> None:
-    """The process that executes the data sets dies, too."""
-    titles = {pid: about(pid, "cmdline").split(b"\0")[0] for pid in running()}
-    (feed,) = (pid for pid, title in titles.items() if title.startswith(b"ray::PassesActor"))
+def end_feed(server: int) -> None:
+    """The process that executes the data sets dies, too: the one that this fork server, or one that
+    it has forked, has started. Others of this machine may have one as well."""
+    found = [pid for pid in running() if about(pid, "cmdline").startswith(b"ray::PassesActor")]
+    (feed,) = (pid for pid in found if server in (parent(pid), parent(parent(pid))))
     os.kill(feed, signal.SIGKILL)

@@ -2,12 +2,10 @@
 worker without a checkpoint and without a FailureConfig."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.cluster.live import environment
+from tests.cluster.live import environment, python
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 SCRIPT = """import os, signal, sys
@@ -69,9 +67,8 @@ for result in results:
 def test_each_trial_is_a_run_of_its_own(shared_head, ray_temp, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "elastic", "run", str(script), str(tmp_path)]
     env = environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    ended = python(env, "-m", "elastic", "run", script, tmp_path, patience_s=240)
     assert ended.returncode == 0, (ended.stdout[-4000:], ended.stderr[-4000:])
     said = [line.split() for line in ended.stdout.splitlines()]
     assert ["BEST", "8.0"] in said

@@ -7,18 +7,10 @@ The server has no threads; a test process has, and a fork of one once hung in MK
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-PRELOADED = [
-    *("torch._dynamo", "torch.distributed.fsdp", "torch.profiler._cupti_monitor", "pytest"),
-    *("workers.worker", "workers.backup.server", "workers.parallel.hsdp"),
-    *("workers.parallel.fsdp_grad_op", "workers.parallel.pipeline.strategy"),
-    *("tests.workers.sharded_rig", "tests.workers.pipeline_models", "tests.device.build"),
-    *("tests.scripts.ray_alone", "tests.workers.preloaded"),
-]
-
 
 def forking() -> ForkServerContext:
     """One server for each test process; it ends with it. Its children have the environment that
     the test process had at the first call."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.workers.preloaded"])
     return context

@@ -1,9 +1,23 @@
-"""Imported last by the server that ranks are forked from: what it has by then is no garbage.
+"""Imported by the server that ranks are forked from: what it has by then is no garbage.
 
-Else the first collection of each of its children would look at all of it, and copy its pages.
+Else it would look for some in the meantime, and the first collection of each of its children would
+look at all of it, and copy its pages.
 """
 
+import contextlib
 import gc
+import importlib
 
+gc.disable()
+for name in (
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.profiler._cupti_monitor", "pytest"),
+    *("workers.worker", "workers.backup.server", "workers.parallel.hsdp"),
+    *("workers.parallel.fsdp_grad_op", "workers.parallel.pipeline.strategy"),
+    *("tests.workers.sharded_rig", "tests.workers.pipeline_models", "tests.device.build"),
+    "tests.scripts.ray_alone",
+):
+    with contextlib.suppress(ImportError):  # whoever needs it will be told
+        importlib.import_module(name)
 gc.collect()
 gc.freeze()
+gc.enable()

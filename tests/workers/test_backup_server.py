@@ -77,7 +77,8 @@ def test_damage_on_the_way_and_on_the_shelf_is_told(holder):
 class Large:
     """A copy of 40 GB: who reads its bytes without being asked for rows waits for ever."""
 
-    key, origin, world_size, cuts, size_bytes = Key(1, 0, 5), 1, 2, (), 40 * 10**9
+    key, origin, world_size, size_bytes = Key(1, 0, 5), 1, 2, 40 * 10**9
+    cuts = lacks = ()
 
     def check(self, names=None) -> None:
         raise AssertionError("nobody has asked for its rows")

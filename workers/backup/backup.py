@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from elastic.protocol.backup_assignment import BackupAddress
+from elastic.protocol.layout import BlockSets
 from workers.backup.copy import BackupCopy
 from workers.train_state.owner import StateOwner
 from workers.train_state.train_state import TrainState
@@ -25,12 +26,19 @@ class Backup(Protocol):
         ...
 
     def begin(
-        self, train_state: TrainState, origin: int, by: StateOwner, *, is_held: bool = False
+        self,
+        train_state: TrainState,
+        origin: int,
+        by: StateOwner,
+        *,
+        is_held: bool = False,
+        doubled: BlockSets = (),
     ) -> None:
         """A generation has formed: all its parts are to be held, and older ones kept until then.
 
         origin: the generation that computed the step it begins with. is_held: holders have all of
         that state, cut as it was before, which will do until the first step's copies are held.
+        doubled: tensors of these blocks live on two nodes, and need no holder.
         """
         ...
 
@@ -39,7 +47,7 @@ class Backup(Protocol):
         ...
 
     def before_pause(self, train_state: TrainState, by: StateOwner) -> None:
-        """Whoever leaves at this boundary takes nothing along."""
+        """Whoever leaves at this boundary takes nothing along: all of it is to be held."""
         ...
 
     def finished(self) -> list[BackupCopy]:
@@ -69,7 +77,13 @@ class NoBackup:
         self.own_copies: list[BackupCopy] = []
 
     def begin(
-        self, train_state: TrainState, origin: int, by: StateOwner, *, is_held: bool = False
+        self,
+        train_state: TrainState,
+        origin: int,
+        by: StateOwner,
+        *,
+        is_held: bool = False,
+        doubled: BlockSets = (),
     ) -> None:
         pass
 

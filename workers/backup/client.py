@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from elastic.protocol import wire
 from elastic.protocol.backup_assignment import BackupAddress
+from elastic.protocol.layout import BlockSets
 from elastic.protocol.messages import to_controller
 from elastic.protocol.messages.backup import (
     FROM_BACKUP,
@@ -60,6 +61,26 @@ class Failure(NamedTuple):
     why: str
 
 
+class Begun(NamedTuple):
+    """The generation at hand."""
+
+    generation: int = 0
+    doubled: BlockSets = ()
+    """Tensors of these blocks live on two nodes, and need no holder."""
+    carried: int = -1
+    """The generation before, whose copies of the state it began with are all held."""
+
+
+class Job(NamedTuple):
+    """For the client's thread."""
+
+    copy: BackupCopy
+    settled: tuple[int, int] | None
+    """Generation and step of which all copies are held."""
+    is_whole: bool = False
+    """What lives on two nodes is to be held, too."""
+
+
 class BackupClient:
     """The main thread keeps and waits; a thread copies and pushes."""
 
@@ -79,15 +100,11 @@ class BackupClient:
         self._lent: list[BackupCopy] = []
         """What a holder of this node may still read."""
         self._can_share = True
-        self._generation = 0
-        self._carried = -1
-        """The generation before, whose copies of the state it began with are all held."""
+        self._begun = Begun()
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._num_open = 0  # jobs that the thread has not finished
-        self._jobs: queue.SimpleQueue[tuple[BackupCopy, tuple[int, int] | None]] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
         self._connected_to: BackupAddress | None = None
         self._sending: socket.socket | None = None
@@ -103,14 +120,21 @@ class BackupClient:
 
     # --- main thread -------------------------------------------------------------------
     def begin(
-        self, train_state: TrainState, origin: int, by: StateOwner, *, is_held: bool = False
+        self,
+        train_state: TrainState,
+        origin: int,
+        by: StateOwner,
+        *,
+        is_held: bool = False,
+        doubled: BlockSets = (),
     ) -> None:
         """A generation has formed: all its shards are to be held, and older ones kept until then.
 
         origin: the generation that computed the step it begins with. is_held: holders have all of
         that state, cut as it was before, which will do until the first step's copies are held.
+        doubled: tensors of these blocks live on two nodes, and need no holder.
         """
-        self._generation, self._carried = by.generation, -1
+        self._begun = Begun(by.generation, doubled)
         sending = self._sending
         if sending is not None:
             with suppress(OSError):  # nobody needs what is still on its way
@@ -118,7 +142,8 @@ class BackupClient:
         same = [c for c in self.own_copies if (c.origin, c.key.step) == (origin, train_state.step)]
         if is_held:
             self._let_go(same[-1:])
-            self._carried = same[-1].key.generation if same else -1
+            carried = same[-1].key.generation if same else -1
+            self._begun = self._begun._replace(carried=carried)
         else:
             self._keep(same[-1:], train_state, origin, by, None)
 
@@ -133,9 +158,14 @@ class BackupClient:
             self._settled = by.generation
 
     def before_pause(self, train_state: TrainState, by: StateOwner) -> None:
-        """Whoever leaves at this boundary takes nothing along."""
-        if self.own_copies and self.own_copies[-1].key.step < train_state.step:
-            self._keep(self.own_copies[-1:], train_state, by.generation, by, self._since(by))
+        """Whoever leaves at this boundary takes nothing along: all of it is to be held, for both
+        nodes where something lives may be left."""
+        last, doubled = self.own_copies[-1:], self._begun.doubled
+        self._begun = self._begun._replace(doubled=())
+        if last and last[0].key.step < train_state.step:
+            self._keep(last, train_state, by.generation, by, self._since(by))
+        elif last and doubled:
+            self._ask(last[0], None, is_whole=True)
 
     def _since(self, by: StateOwner) -> tuple[int, int] | None:
         """The last copy, if it is of this generation: all ranks' are held."""
@@ -157,15 +187,17 @@ class BackupClient:
             arena = arena or SharedArena(is_pinned=self._spec.device == "cuda")
         arena.give({})
         key = Key(by.generation, by.position.rank, train_state.step)
-        copy = BackupCopy(key, origin, by, train_state, arena)
+        copy = BackupCopy(key, origin, by, train_state, arena, self._begun.doubled)
         self.own_copies.append(copy)
         self._ask(copy, settled)
 
-    def _ask(self, copy: BackupCopy, settled: tuple[int, int] | None) -> None:
+    def _ask(
+        self, copy: BackupCopy, settled: tuple[int, int] | None, *, is_whole: bool = False
+    ) -> None:
         with self._changed:
             self._num_open += 1
             copy.num_jobs += 1
-        self._jobs.put((copy, settled))
+        self._jobs.put(Job(copy, settled, is_whole))
 
     def _let_go(self, kept: list[BackupCopy]) -> None:
         with self._changed:  # what is still being sent keeps its memory
@@ -199,7 +231,7 @@ class BackupClient:
 
     def forget(self) -> None:
         """The run goes back to a checkpoint: what was kept is of no use."""
-        self._generation = -1
+        self._begun = Begun(-1)
         self._let_go([])
 
     # --- link's thread -------------------------------------------------------------------
@@ -220,25 +252,28 @@ class BackupClient:
     # --- client's thread -----------------------------------------------------------------
     def _work(self) -> None:
         while True:
-            copy, settled = self._jobs.get()
+            job = self._jobs.get()
             try:
-                self._protect(copy, settled)
+                self._protect(job)
             except Exception as error:  # whatever it is, the main thread raises it
                 self._error = error
             with self._changed:
                 self._num_open -= 1
-                copy.num_jobs -= 1
+                job.copy.num_jobs -= 1
                 self._changed.notify_all()
 
-    def _protect(self, copy: BackupCopy, settled: tuple[int, int] | None) -> None:
+    def _protect(self, job: Job) -> None:
+        copy, settled, is_whole = job
         if not copy.tensors:
             copy.make()
+        if is_whole and copy.lacks:
+            copy.lacks, copy.held_by = (), None
         if copy.held_by not in self.holders:
             copy.held_by = self._push(copy, settled)
             self._tell_of(copy)
         elif settled is not None and self._connected_to == copy.held_by:
             self._settle(settled)
-        if copy.key.generation == self._generation and self.delays_commits:
+        if copy.key.generation == self._begun.generation and self.delays_commits:
             generation, rank, step = copy.key
             self._send(to_controller.Held(generation, rank, step))
 
@@ -261,6 +296,7 @@ class BackupClient:
             state=copy.state,
             slices=copy.slices(),
             settled=settled,
+            lacks=copy.lacks,
         )
         self._failed = {h: failure for h, failure in self._failed.items() if h in self.holders}
         for holder in self.holders:
@@ -298,7 +334,7 @@ class BackupClient:
         return True
 
     def _is_wanted(self, copy: BackupCopy) -> bool:
-        return copy.key.generation in (self._generation, self._carried)
+        return copy.key.generation in (self._begun.generation, self._begun.carried)
 
     def _settle(self, settled: tuple[int, int]) -> None:
         assert self._connection is not None
@@ -343,15 +379,15 @@ class BackupClient:
         copy: BackupCopy,
     ) -> None:
         is_near = self._can_share and holder.node == self._spec.node
-        shared = copy.arena.describe(copy.tensors) if is_near else None
+        tensors = {piece.layout.name: copy.tensors[piece.layout.name] for piece in push.slices}
+        shared = copy.arena.describe(tensors) if is_near else None
         copy.shared_with = None if shared is None else holder
-        tensors = copy.tensors.values()
-        size_bytes = sum(t.nbytes for t in tensors) if shared is None else 0
+        size_bytes = sum(t.nbytes for t in tensors.values()) if shared is None else 0
         wire.send_header(connection, header_of(replace(push, shared=shared)), size_bytes)
-        for view in map(bytes_of, tensors if shared is None else ()):
+        for view in map(bytes_of, tensors.values() if shared is None else ()):
             for first in range(0, len(view), PIECE_BYTES):  # each in time, whatever their sum
                 connection.sendall(view[first : first + PIECE_BYTES])
-        connection.sendall(pack(Sums(tuple(copy.sums))))
+        connection.sendall(pack(Sums(tuple(copy.sums[name] for name in tensors))))
         connection.settimeout(self._silence_s + size_bytes / CHECKED_BYTES_S)
         answer = FROM_BACKUP.read(*wire.receive(connection))
         connection.settimeout(self._silence_s)

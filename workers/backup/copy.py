@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic.protocol.backup_assignment import BackupAddress
-from elastic.protocol.layout import TensorLayout
+from elastic.protocol.layout import BlockSets, TensorLayout
 from elastic.protocol.messages.backup import Slice
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key, crc32
@@ -30,9 +30,12 @@ class BackupCopy:
         by: StateOwner,
         train_state: TrainState,
         arena: SharedArena,
+        lacks: BlockSets = (),
     ) -> None:
         """To be made between steps; origin: the generation that computed the step."""
         self.key, self.origin, self.at, self.arena = key, origin, by.position, arena
+        self.lacks = lacks
+        """Tensors of these blocks go to no holder. The client's thread alone changes it."""
         self.held_by: BackupAddress | None = None
         self.shared_with: BackupAddress | None = None
         """A holder that reads it where it is."""
@@ -40,7 +43,7 @@ class BackupCopy:
         """That read it; under the client's lock."""
         self.layouts: list[TensorLayout] = []
         self.tensors: dict[str, Tensor] = {}
-        self.sums: list[int] = []
+        self.sums: dict[str, int] = {}
         """A CRC-32 of each, made with the copy."""
         self._is_copied = threading.Event()
 
@@ -69,8 +72,8 @@ class BackupCopy:
         self._snapshot.settle()
         return self._is_copied.wait(timeout_s)
 
-    def _sums(self) -> list[int]:
-        return [crc32(bytes_of(tensor)) for tensor in self.tensors.values()]
+    def _sums(self) -> dict[str, int]:
+        return {name: crc32(bytes_of(tensor)) for name, tensor in self.tensors.items()}
 
     def is_intact(self) -> bool:
         """Nothing has changed in memory since it was copied."""
@@ -81,9 +84,11 @@ class BackupCopy:
         return self.state, self.layouts
 
     def slices(self) -> tuple[Slice, ...]:
-        """ValueError if a layout misdescribes what this rank has."""
+        """What goes to a holder. ValueError if a layout misdescribes what this rank has."""
         found: list[Slice] = []
         for layout in self.layouts:
+            if layout.blocks in self.lacks:
+                continue
             box, shard = layout.box(self.at), self.tensors[layout.name]
             check_shard(shard, layout, box)
             found.append(Slice(layout, box, shard.nbytes))

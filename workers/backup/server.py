@@ -152,6 +152,7 @@ class BackupServer:
                 sums.sums,
                 None if shared is None else shared.offsets,
                 push.cuts,
+                push.lacks,
             )
             if shared is None:  # else whoever reads it checks
                 copy.check()  # not under the lock: somebody may ask what there is
@@ -171,7 +172,10 @@ class BackupServer:
         with self._lock:
             copies = self.store.copies()
         return Copies(
-            tuple(HeldCopy(c.key, c.origin, c.world_size, c.size_bytes, c.cuts) for c in copies)
+            tuple(
+                HeldCopy(c.key, c.origin, c.world_size, c.size_bytes, c.cuts, c.lacks)
+                for c in copies
+            )
         )
 
     def _described(self, key: CopyKey) -> Described:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from isal import isal_zlib
 
-from elastic.protocol.layout import Box
+from elastic.protocol.layout import BlockSets, Box
 from elastic.protocol.mesh import Cuts
 from elastic.protocol.messages.backup import Slice
 
@@ -69,6 +69,8 @@ class Copy:
     """Where each slice begins in shared memory."""
     cuts: Cuts = ()
     """As `Mesh.cuts`."""
+    lacks: BlockSets = ()
+    """As `Position.lacks`."""
     places: dict[str, tuple[int, Slice]] = field(default_factory=dict[str, tuple[int, Slice]])
     """Name -> where its slice begins in `content`."""
 

@@ -449,7 +449,8 @@ class Member:
         self.records.go_back(step)
         self.link.go_back(form.generation, step, form.recorded_step)
         self.prepared, self.vitals.step = None, step
-        self.backup.begin(self.train_state, entered.origin, self, is_held=entered.is_held)
+        held, doubled = entered.is_held, entered.doubled
+        self.backup.begin(self.train_state, entered.origin, self, is_held=held, doubled=doubled)
         return None
 
     def _formed(self, form: Form) -> Formed:

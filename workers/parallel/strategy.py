@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from elastic.protocol.errors import PeerLost
-from elastic.protocol.layout import Position, TensorLayout
+from elastic.protocol.layout import BlockSets, Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages.to_controller import Planned
 from elastic.store.catalogue import Catalogue, Damage
@@ -59,6 +59,8 @@ class Entered:
     """The generation that computed the step of the state, or took it by reference."""
     is_held: bool
     """Backup servers have all of it."""
+    doubled: BlockSets = ()
+    """Tensors of these blocks live on two nodes: whoever is left of them has what is lost."""
 
 
 class Passes(Protocol):

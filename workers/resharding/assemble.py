@@ -19,7 +19,7 @@ from torch import Tensor
 
 from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.encoding import decode, encode, registry
-from elastic.protocol.layout import Position, TensorLayout
+from elastic.protocol.layout import BlockSets, Position, TensorLayout
 from elastic.protocol.mesh import AXES, Axis, Mesh, Parallel
 from elastic.protocol.messages.backup import Copies, Describe, Described, Have
 from workers.backup.server import CHECKED_BYTES_S, ask, connect, read_boxes
@@ -154,8 +154,8 @@ class Regather:
         if self._group.rank() == 0:
             found = copies_in(self._holders, self._token, timeout_s)
         said = gather_json(self._group, found)[0]
-        for at, generation, rank, step, origin, size_bytes, *told in said:
-            place = Position(mesh_told(self._new.parallel, told), rank)
+        for at, generation, rank, step, origin, size_bytes, lacks, *told in said:
+            place = Position(mesh_told(self._new.parallel, told), rank, block_sets(lacks))
             copy = BackupAddress(*at), Key(generation, rank, step)
             self._sources.append(
                 _Source(StateVersion(step, origin), place, COPY, 0, copy, size_bytes)
@@ -172,11 +172,12 @@ class Regather:
     def _try(self, label: StateVersion) -> Gathered | None:
         """None if some shards are nobody's, or could not be read; then without who had them."""
         sources = [s for s in self._sources if s.label == label]
-        if not sources:  # all were struck off
+        knows = next((s for s in sources if not s.place.lacks), None)
+        if knows is None:  # all were struck off, or have not all of their part
             return None
-        described = self._describe(sources[0])
+        described = self._describe(knows)
         if described is None:
-            self._sources.remove(sources[0])
+            self._sources.remove(knows)
             return None
         header, layouts = described
         sources = [s for s in self._sources if s.label == label]
@@ -223,6 +224,7 @@ class Regather:
     def _is_held(self, label: StateVersion) -> bool:
         """Holders have said that they have a copy of every shard."""
         copies = {s.place for s in self._sources if s.label == label and s.owner == COPY}
+        copies = {place for place in copies if not place.lacks}
         meshes = {place.mesh for place in copies}
         return any(is_whole(mesh, {p.rank for p in copies if p.mesh == mesh}) for mesh in meshes)
 
@@ -339,6 +341,11 @@ def mesh_told(parallel: Parallel, told: Sequence[Any]) -> Mesh:
     return Mesh(parallel, world_size, (), tuple(tuple(of_pipeline) for of_pipeline in cuts))
 
 
+def block_sets(told: Sequence[Sequence[int]]) -> BlockSets:
+    """From JSON."""
+    return tuple(tuple(blocks) for blocks in told)
+
+
 def silence_s(size_bytes: int) -> float:
     """How long a holder may take over a copy of this size: it checks it, and adds up what it
     sends."""
@@ -346,7 +353,8 @@ def silence_s(size_bytes: int) -> float:
 
 
 def copies_in(holders: Sequence[BackupAddress], token: str, timeout_s: float) -> list[list[Any]]:
-    """What the holders have: where, generation, rank, step, origin, bytes, and as `told_mesh`."""
+    """What the holders have: where, generation, rank, step, origin, bytes, what it lacks, and as
+    `told_mesh`."""
 
     def ask_one(holder: BackupAddress) -> list[list[Any]]:
         try:
@@ -357,7 +365,8 @@ def copies_in(holders: Sequence[BackupAddress], token: str, timeout_s: float) ->
             return []
         copies = have.copies if isinstance(have, Copies) else ()
         return [
-            [list(holder), *c.key, c.origin, c.size_bytes, c.world_size, c.cuts] for c in copies
+            [list(holder), *c.key, c.origin, c.size_bytes, c.lacks, c.world_size, c.cuts]
+            for c in copies
         ]
 
     with ThreadPoolExecutor(max(1, len(holders))) as pool:
@@ -380,7 +389,8 @@ def newest_whole(
 ) -> int | None:
     """The newest step of which the holders alone have every shard."""
     ranks: dict[tuple[int, int, Mesh], set[int]] = {}
-    for _, _, rank, step, origin, _, *told in copies_in(holders, token, HOLDER_S):
-        ranks.setdefault((step, origin, mesh_told(parallel, told)), set()).add(rank)
+    for _, _, rank, step, origin, _, lacks, *told in copies_in(holders, token, HOLDER_S):
+        if not lacks:
+            ranks.setdefault((step, origin, mesh_told(parallel, told)), set()).add(rank)
     whole = [step for (step, _, mesh), found in ranks.items() if is_whole(mesh, found)]
     return max((step for step in whole if step <= at_most), default=None)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
-from elastic.protocol.layout import Box, TensorLayout
+from elastic.protocol.layout import BlockSets, Box, TensorLayout
 from elastic.protocol.mesh import Cuts
 from elastic.protocol.messages.direction import Direction
 
@@ -49,6 +49,8 @@ class Push:
     shared: Shared | None = None
     cuts: Cuts = ()
     """As `Mesh.cuts`."""
+    lacks: BlockSets = ()
+    """As `Position.lacks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class HeldCopy:
     world_size: int
     size_bytes: int
     cuts: Cuts = ()
+    lacks: BlockSets = ()
 
 
 @dataclass(frozen=True, slots=True)

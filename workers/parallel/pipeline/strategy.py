@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.errors import PeerLost, WrongInput
+from elastic.protocol.layout import BlockSets
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages.to_controller import Planned, Stage
 from elastic.protocol.pipeline import PipelinePlan, Seat, Stages, plan_pipeline
@@ -164,7 +165,20 @@ class Staged(OverShards):
             self._rows = SharedRows(
                 self._parts, mesh, self._groups, self._on_lost, formed.gathering
             )
-        return entered
+        return replace(entered, doubled=self._doubled(group))
+
+    def _doubled(self, group: AnyGroup) -> BlockSets:
+        """The blocks of tensors that live on two nodes. A collective."""
+        if self._spec.parallel.cuts_tensors:
+            return ()  # each row is one rank's
+        nodes: dict[int, set[str]] = {}
+        for rank, node in enumerate(gather_json(group, self._spec.node)):
+            for block in self.mesh.blocks(rank):
+                nodes.setdefault(block, set()).add(node)
+        used = sorted(set(self._known_chain.uses.values()))
+        return tuple(
+            blocks for blocks in used if len(set[str]().union(*(nodes[b] for b in blocks))) > 1
+        )
 
     def _plan_together(self, group: AnyGroup) -> PipelinePlan:
         mine = None
