@@ -15,7 +15,7 @@ from elastic.data.rounds import EndsBefore, rounds
 MAX_GROWTH = 2
 """Times as large as the script's own may a batch become when the rest of a pass is dealt again."""
 ANY = 1 << 62
-KEPT = 64
+KEPT = 16
 """Portions that have not counted, whose rows are kept for who has them next."""
 Spans: TypeAlias = tuple[range, ...]
 """Positions, in order."""
@@ -103,7 +103,8 @@ class Dealing:
 
     def rest(self, behind: Behind) -> Iterator[Portion]:
         """Its portions in order, and one without spans at the end. Raises TooFewRows."""
-        last, uncounted, furthest = behind.last, dict(behind.uncounted), -1
+        last: Portion = behind.last
+        uncounted, furthest = dict(behind.uncounted), -1
         for loss in behind.losses:
             furthest = max(furthest, loss.furthest)  # who was further may be lost, too
             while last.iteration < furthest:

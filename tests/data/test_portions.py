@@ -3,6 +3,7 @@ who are left have alike."""
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,9 @@ class Reader:
     """Of a pass, by its number when the pass began."""
 
     def __init__(self, data, number, options, shuffle):
-        self._data, self._number, self._options, self._shuffle = data, number, options, shuffle
+        self._data, self._number = data, number
+        self._options: Any = options
+        self._shuffle: Any = shuffle
         self.standing = Standing(Portion(-1, (), tuple(range(RANKS)), 0))
         self.drawn = self.counted = -1
         self._batches, self._num_losses = None, 0
@@ -133,6 +136,7 @@ def test_each_row_counts_once_through_any_losses(sizes, batch_size, window, drop
         while run.iterate(iteration, chance=0.1):
             iteration += 1
         (end,) = {reader.standing.end for reader in run.readers.values()}
+        assert end is not None
         left_over = length(end.missing)
         assert left_over < max(len(run.readers), least + 1), "there was an iteration for more"
         assert set(run.used.values()) <= {1}

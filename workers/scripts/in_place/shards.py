@@ -27,8 +27,6 @@ TWO = "a rank is lost while two passes over one data set are under way"
 class ShardDealer(Dealer):
     """Of one shard that all ranks share: its passes, one after the other."""
 
-    is_gone = False
-
     def __init__(
         self,
         course: Course,
@@ -42,6 +40,11 @@ class ShardDealer(Dealer):
         self._num_passes = 0
         self._has_trained = False
         self._pass: Pass | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """The script may ask for it again."""
+        return False
 
     @property
     def readers(self) -> tuple[int, ...]:
