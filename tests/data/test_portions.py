@@ -46,8 +46,10 @@ class Reader:
 
     def _dealt(self):
         behind = self.standing.behind
-        local = LocalShuffle(*self._shuffle, lambda row: rows.ends_before(row))
-        shuffle = local if self._shuffle[0] else None
+        window, seed, number = self._shuffle
+        shuffle = None
+        if window:
+            shuffle = LocalShuffle(window, seed, number, lambda row: rows.ends_before(row))
         deal = Deal(reader=self._number, ranks=RANKS, shuffle=shuffle, **self._options)
         rows = self._data.rows(deal.oldest_row(behind.oldest))
         yield from deal.batches(rows, behind)
