@@ -11,6 +11,7 @@ from typing import Any, Literal, cast, get_args
 from elastic.chaos.text import is_file, one_line, read_text, shown
 from elastic.chaos.traces import Drop, Level, read_levels, read_trace
 from elastic.protocol.errors import WrongInput
+from elastic.store.files import first_line_of_yaml
 
 SHIPPED = Path(__file__).parent / "scenarios"
 TRACES = Path(__file__).parent / "traces"
@@ -184,7 +185,7 @@ def read_yaml(text: str, place: str) -> object:
     except WrongInput:
         raise
     except Exception as error:  # PyYAML lets through what the constructor of a value raises
-        why = one_line(str(error)) or type(error).__name__
+        why = one_line(first_line_of_yaml(error))
         raise WrongInput(f"{place} is no YAML: {why}") from error
 
 

@@ -102,7 +102,8 @@ class Experiment:
                 self._took_s.append(time.monotonic() - began)
                 self._rows.append(row)
                 results.write_results(place, columns, self._rows)
-                print(told(row, point, number, len(points)) + self._left(len(points) - number))
+                line = told(row, point, number, len(points)) + self._left(len(points) - number)
+                print(line, flush=True)
         finally:
             self._write_page(len(points))
 
@@ -142,6 +143,7 @@ def run_point(sweep: Sweep, point: Point) -> Row:
     name = free_name(sweep.place, point.name)
     directory, log = sweep.place / name, sweep.place / f"{name}.log"
     is_late = False
+    print(f"{name} begins; what it prints is in {log}", flush=True)
     with log.open("wb") as output, ended_with_us(output) as started:
         words = options_of(point.condition)
         words += ["--storage", str(sweep.place), "--name", name]

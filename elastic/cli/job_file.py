@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import first_line
+from elastic.store.files import first_line_of_yaml
 
 ENDINGS = (".yaml", ".yml")
 NUMBER, WHOLE, TEXT, SWITCH, MAPPING = "number", "integer", "string", "boolean", "object"
@@ -150,7 +150,7 @@ def read_job(path: Path) -> dict[str, dict[str, Any]]:
     try:
         content: object = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise WrongInput(f"job file {path} cannot be read: {words_of(error)}") from error
+        raise WrongInput(f"job file {path} cannot be read: {first_line_of_yaml(error)}") from error
     sections = checked_keys(content, list(SECTIONS), f"{path}: ")
     found: dict[str, dict[str, Any]] = {}
     for section, values in sections.items():
@@ -162,14 +162,6 @@ def read_job(path: Path) -> dict[str, dict[str, Any]]:
                 wanted = " or ".join(kinds[key])
                 raise WrongInput(f"{path}: {section}.{key} must be {wanted}, got {value!r}")
     return found
-
-
-def words_of(error: Exception) -> str:
-    """One line, with the place in the file where there is one."""
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return first_line(error)
-    return f"line {mark.line + 1}: {getattr(error, 'problem', None) or 'no YAML'}"
 
 
 def checked_keys(content: object, known: list[str], place: str) -> dict[str, Any]:

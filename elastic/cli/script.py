@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from elastic.driver.starting import slow_step
 from elastic.protocol.errors import WrongInput
 
 FAILED = 1
@@ -28,7 +29,8 @@ def run_script(script: str, arguments: list[str]) -> int:
     file = Path(script).expanduser().resolve()
     if not file.is_file():
         raise WrongInput(f"there is no script {file}")
-    from elastic import ray_train
+    with slow_step("importing Ray Train"):
+        from elastic import ray_train
 
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(file.parent))

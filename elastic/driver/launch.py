@@ -49,9 +49,9 @@ Progress = Callable[[str], object]
 POLL_S = 0.2
 END_NOW_S = 10.0
 """How long a controller may take to end a run at once, before it is ended without it."""
-CHECKS_S = 8.0
+CHECKS_S = 5.0
 """A driver that will leave waits for what the first worker finds wrong, as nobody is there to be
-told of it later; but only so long while workers have no place: machines may take hours to come."""
+told of it later; but only so long if there is no place for all: machines may take hours to come."""
 REPORTED_VERSIONS = ("torch", "ray", "pyarrow", "numpy")
 
 
@@ -280,7 +280,6 @@ def run_on_ray(
     record: the order's part for the run directory: storage, name, content (its config.json),
     and the newest generation of its earlier launches.
     """
-    from elastic.controller.supervisor import supervise
     from elastic.on_ray.driver.submission import ClusterRequest, RayDriver  # ray loads here
 
     driver = RayDriver(
@@ -322,6 +321,13 @@ def run_on_ray(
     return answer
 
 
+async def supervise(actor: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """In the controller's process, which alone loads what a run is led with."""
+    from elastic.controller import supervisor
+
+    return await supervisor.supervise(actor, order)
+
+
 def leave_local_probe(storage: str, driver: Any) -> Any:
     """A file that every node must see, where storage is a local path and there are other nodes."""
     if open_folder(storage).local is None or driver.is_embedded:
@@ -340,14 +346,12 @@ def wait(driver: Any, onlooker: "Onlooker", detach: bool) -> dict[str, Any] | No
 
     The first SIGINT or SIGTERM asks it to finish the step, the next one ends it at once.
     """
-    told, end_by, leave_by = 0, math.inf, math.inf
+    told, end_by, departure = 0, math.inf, Departure()
     with interrupts_heard() as interrupts:
         try:
             while (answer := driver.poll(POLL_S)) is None:
                 onlooker.look(driver)
-                latest = time.monotonic() + CHECKS_S
-                leave_by = min(leave_by, latest) if driver.waits_for else math.inf
-                if detach and driver.place and (driver.has_begun or time.monotonic() > leave_by):
+                if detach and departure.is_due(driver, time.monotonic()):
                     return None
                 if len(interrupts) > told:
                     told = len(interrupts)
@@ -359,6 +363,24 @@ def wait(driver: Any, onlooker: "Onlooker", detach: bool) -> dict[str, Any] | No
             return answer
         finally:
             onlooker.end()
+
+
+class Departure:
+    """When a driver leaves a run that goes on without it: once it has begun; or while there is no
+    place for all of its workers, but not before those that had one have had their time."""
+
+    def __init__(self) -> None:
+        self._is_lacking, self._leave_by = False, math.inf
+
+    def is_due(self, driver: Any, now: float) -> bool:
+        """Asked again and again."""
+        if not driver.place:
+            return False
+        was_lacking, self._is_lacking = self._is_lacking, bool(driver.waits_for)
+        has_found_place = was_lacking and not self._is_lacking
+        if has_found_place or self._leave_by == math.inf:
+            self._leave_by = now + CHECKS_S
+        return driver.has_begun or (self._is_lacking and now > self._leave_by)
 
 
 @contextmanager

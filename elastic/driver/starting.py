@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-SLOW_S = 2.0
-"""A step that takes no longer is not told."""
+SLOW_S = 0.3
+"""A step that takes no longer is not told: the first line is there within a second."""
 UNSEEN_S = 15.0
 """So where the errors go to a file: there, wrong input is one line, and nobody sits and waits."""
 

@@ -31,8 +31,8 @@ from elastic.store.remote import copy_file, from_uri, is_refused, read_whole, sh
 class Folder:
     """One folder. Writes publish whole files: a reader sees the old or the new content.
 
-    Looks at and reads of a local folder do without pyarrow, which takes a command of a person's
-    longer to load than all else.
+    A local folder's files are read and written without pyarrow: a command that a person gives, and
+    a run that begins, would wait longer for that than for all else.
     """
 
     store: Any
@@ -61,6 +61,9 @@ class Folder:
         return self.path.rpartition("/")[2]
 
     def create(self) -> None:
+        if self.local:
+            self.local.mkdir(parents=True, exist_ok=True)
+            return
         self.filesystem.create_dir(self.path, recursive=True)
 
     def names(self) -> list[str]:
@@ -156,7 +159,11 @@ class Folder:
         old.delete_all()
 
     def delete(self, name: str) -> None:
-        if self.exists(name):
+        if not self.exists(name):
+            return
+        if self.local:
+            (self.local / name).unlink()
+        else:
             self.filesystem.delete_file(self.path_of(name))
 
     def path_of(self, name: str) -> str:
@@ -317,6 +324,14 @@ def write_json(folder: Folder, name: str, value: object, *, is_durable: bool = T
 
 def first_line(error: BaseException) -> str:
     return (text_of(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def first_line_of_yaml(error: BaseException) -> str:
+    """What PyYAML says of a text, with the line where it is; as `first_line` for other errors."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return first_line(error)
+    return f"line {mark.line + 1}: {getattr(error, 'problem', None) or 'no YAML'}"
 
 
 def _why(error: BaseException, place: str) -> str:

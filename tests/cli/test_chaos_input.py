@@ -30,6 +30,7 @@ SCENARIOS = {
     "what: !!timestamp x": "is no YAML: ",
     "what: " + "9" * 5000: "is no YAML: ",
     "what: \x01": "is no YAML: ",
+    "what: [": "is no YAML: line 1: ",
 }
 STRIKES = [
     "every_s: 1, times: 1" + "0" * 15,

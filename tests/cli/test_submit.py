@@ -200,7 +200,7 @@ def test_another_server_is_no_cluster(job, capsys):
     [
         ({"kind": "RayCluster", "metadata": {"name": "mine"}}, "service/mine-head-svc 8265`"),
         ({"a": 1}, "is no cluster file of Ray: it has no provider"),
-        ("[", "cannot be read: "),
+        ("[", "cannot be read: line 1: "),
         ({"cluster_name": "c", "provider": {"type": "none"}}, "the head of that cluster is not fo"),
     ],
 )

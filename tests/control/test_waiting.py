@@ -149,6 +149,7 @@ def watched(*looks: tuple[dict[int, Slot], Offer | Exception]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(waiting, "ASKED_S", 0)
     monkeypatch.setattr(waiting, "PLACED_S", 0)
 
 
@@ -172,6 +173,17 @@ def test_a_head_that_is_away_or_tells_half_changes_nothing_and_says_so(error, ca
         waits_for(2, ONE_CPU, BUSY)
     ]
     assert type(error).__name__ in caplog.text
+
+
+def test_only_where_no_machine_could_have_a_worker_is_it_told_before_ray_has_had_its_time(
+    monkeypatch,
+):
+    """What is taken may be the run's own, whose processes have not answered yet."""
+    monkeypatch.setattr(waiting, "PLACED_S", 60)
+    lacking, bare = {0: slot(), 1: slot()}, Offer((machine(CPU=0),), {})
+    taken = Offer((machine(CPU=2),), {"CPU": 0.0})
+    assert watched((lacking, taken)) == []
+    assert watched((lacking, bare)) == [waits_for(2, ONE_CPU, bare)]
 
 
 def test_where_there_is_a_place_it_is_given_time_to_make_a_process():

@@ -15,7 +15,7 @@ import yaml
 
 from elastic.on_ray.driver.job_server import PORT
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import first_line
+from elastic.store.files import first_line, first_line_of_yaml
 
 
 def address_in(file: Path) -> str:
@@ -24,7 +24,7 @@ def address_in(file: Path) -> str:
     try:
         content: object = yaml.safe_load(file.read_text().partition("\n---")[0])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise WrongInput(f"--cluster {file} cannot be read: {first_line(error)}") from error
+        raise WrongInput(f"--cluster {file} cannot be read: {first_line_of_yaml(error)}") from error
     found = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
     if found.get("kind") in ("RayCluster", "RayJob", "RayService"):
         raise WrongInput(

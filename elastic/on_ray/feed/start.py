@@ -9,8 +9,6 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from elastic.on_ray.feed.actor import FeedActor
-from elastic.on_ray.feed.dataset_actor import DatasetFeedActor
 from elastic.on_ray.feed.order import FeedOrder
 from elastic.on_ray.naming import NAMESPACE, end, find_actor
 
@@ -19,6 +17,9 @@ LAST_WRITE_S = 5.0
 
 def start_feed(order: FeedOrder) -> ActorHandle[Any]:
     """The run's feed; the first worker that asks starts it."""
+    from elastic.on_ray.feed.actor import FeedActor  # here: a controller, which only ends feeds,
+    from elastic.on_ray.feed.dataset_actor import DatasetFeedActor  # begins without pyarrow
+
     return start_actor(FeedActor if order.source else DatasetFeedActor, order.run_id, order)
 
 

@@ -27,8 +27,10 @@ from elastic.store.files import first_line
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
+ASKED_S = 1.0
+"""A worker that waits no longer is no reason to ask Ray."""
 PLACED_S = 5.0
-"""How long Ray may take to find a place..."""
+"""How long Ray may take to find a place where a machine could have one..."""
 STAGES = ("started", "loading TARGET and its model", "importing torch", "without a process yet")
 STARTED_S = 60.0
 """...and, where there is one, to make a process there: its packages may have to come first."""
@@ -45,10 +47,14 @@ class Offer:
     infeasible: tuple[Demand, ...] = ()
     """Those for which its autoscaler adds no node."""
 
+    def has_none(self, need: Need) -> bool:
+        """Whether no worker can have a place, however little is in use."""
+        return not any(need.fits(m) for m in self.machines)
+
     def lacks(self, need: Need) -> bool:
         """Whether not even one more worker can have a place."""
         has_room = all(self.free.get(kind, 0) >= amount for kind, amount in need.amounts.items())
-        return not (has_room and any(need.fits(m) for m in self.machines))
+        return self.has_none(need) or not has_room
 
     def adds_none(self, need: Need) -> bool:
         """Whether the autoscaler says that no node type of its own takes such a worker."""
@@ -121,6 +127,13 @@ def num_placed(slots: Iterable[Slot]) -> int:
     return sum(slot.is_placed or slot.state != "pending" for slot in slots)
 
 
+def is_told(waited_s: float, need: Need, offer: Offer) -> bool:
+    """Whether workers that have waited so long lack a place, or a process there."""
+    if offer.has_none(need):
+        return True
+    return waited_s >= (PLACED_S if offer.lacks(need) else STARTED_S)
+
+
 async def watch_waiting(
     workers: dict[int, Slot],
     wanted: Callable[[], tuple[int, int]],
@@ -137,14 +150,14 @@ async def watch_waiting(
         num_missing = wanted()[0] - num_placed(workers.values())
         since = min(since, time.monotonic()) if num_missing > 0 else math.inf
         waited_s, line = time.monotonic() - since, ""
-        if waited_s >= PLACED_S:
+        if waited_s >= ASKED_S:
             try:
                 offer = await loop.run_in_executor(None, ask)
             except Exception as error:  # the head is away, or tells half: no reason to end a run
                 log.warning('wait reason="%s: %s"', type(error).__name__, first_line(error))
                 line = told
             else:
-                if waited_s >= STARTED_S or offer.lacks(need):
+                if is_told(waited_s, need, offer):
                     line = waits_for(num_missing, need, offer)
         if line != told:
             told = line
