@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from workers.scripts.in_place.call_state import InPass
-from workers.scripts.in_place.course import Course, Stands
+from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.dealing import Loss, Plan, dealt_again, plan_of
 from workers.scripts.in_place.sampled import is_shard, is_shared, sampled
 from workers.scripts.ranks import module_of
@@ -324,7 +324,7 @@ class Loaders:
         self._dealers: weakref.WeakKeyDictionary[Any, Dealer] = weakref.WeakKeyDictionary()
         self._newest: list[Dealer] = []
         """The loaders that were begun last, of which some may be gone."""
-        self._shards: list[Stands] = []
+        self._shards: list[Dealer] = []
         self._num_begun = 0
         self._opening: tuple[Any, Pass] | None = None
         """A loader's batch sampler, and its pass."""
@@ -372,13 +372,13 @@ class Loaders:
         self._note()
         return made
 
-    def add(self, shard: Stands) -> None:
+    def add(self, shard: Dealer) -> None:
         """Of Ray Data: it is dealt as loaders are."""
         self._shards.append(shard)
         self._note()
 
     def _note(self) -> None:
-        dealers: set[Stands] = {*self._newest, *self._dealers.values(), *self._shards}
+        dealers = {*self._newest, *self._dealers.values(), *self._shards}
         self._course.loaders = sorted(dealers, key=lambda dealer: dealer.number)
 
     def _carried(self, loader: DataLoader[Any]) -> list[int]:
