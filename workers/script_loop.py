@@ -326,8 +326,7 @@ class Call:
 
     def _report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
         metrics = plain(metrics)
-        told = metrics if self.loop.keeps_all_metrics else None
-        said = self._gather([source is not None, told])
+        said = self._gather([source is not None, metrics if self.loop.keeps_all_metrics else None])
         if self.loop.keeps_all_metrics:
             self._told.metrics_of_ranks = [metrics for _, metrics in said.values()]
         who = {member for member, (brings, _) in said.items() if brings}
