@@ -97,11 +97,16 @@ def unused(place: Path, uses: torch.Tensor) -> int:
     return missed
 
 
-def test_without_a_loss_the_bits_are_those_of_stock_ddp(tmp_path):
+@pytest.mark.parametrize(
+    "settings",
+    [{"validates": True}, pytest.param({"shard": True}, marks=pytest.mark.slow)],
+    ids=["loaders", "rows of a shard"],
+)
+def test_without_a_loss_the_bits_are_those_of_stock_ddp(tmp_path, settings):
     losses = []
     for in_place in (True, False):
         place = tmp_path / f"in_place_{in_place}"
-        run = started(place, in_place=in_place, validates=True)
+        run = started(place, in_place=in_place, **settings)
         assert run.wait() == "succeeded", run.failure
         losses.append(sorted([line["loss"] for line in lines] for lines in steps(place)))
         assert all(e["uses"].tolist() == [counting.EPOCHS] * counting.SAMPLES for e in ends(place))
