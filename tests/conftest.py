@@ -21,10 +21,11 @@ def pytest_collection():
     """What all tests and torch bring while they are imported is no garbage: to look for some in
     the meantime takes 4 of 9 s, and each later look would go through all of it."""
     gc.disable()
-    found = yield
-    gc.freeze()
-    gc.enable()
-    return found
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

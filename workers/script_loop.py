@@ -329,13 +329,12 @@ class Call:
 
     def _report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
         metrics = plain(metrics)
-        told = metrics if self.loop.keeps_all_metrics else None
-        said = self._gather([source is not None, told])
+        said = self._gather([source is not None, metrics if self.loop.keeps_all_metrics else None])
         if self.loop.keeps_all_metrics:
             self._told.metrics_of_ranks = [metrics for _, metrics in said.values()]
         who = {member for member, (brings, _) in said.items() if brings}
         if not self._told.count(who, said.keys()):
-            self._call_again("who has brought the checkpoints is lost, and no rank does it now")
+            self.call_again("who has brought the checkpoints is lost, and no rank does it now")
         if not who:
             if self.rank == 0:
                 self._log(metrics, None)
@@ -374,9 +373,10 @@ class Call:
                 return name, files
             here = {path for m in gathered for path in (named[m][1] if m in named else ())}
             if not (who <= named.keys() and wanted <= here):
-                self._call_again("a report lacks the files of a lost rank")
+                self.call_again("a report lacks the files of a lost rank")
 
-    def _call_again(self, why: str) -> NoReturn:
+    def call_again(self, why: str) -> NoReturn:
+        """The script, after a loss that it cannot go on from in place. StepCancelled."""
         log.warning('generation=%d called again reason="%s"', self.generation, why)
         raise self._lost(GivenUp(why))
 

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.data.passes import Block, End, Found
-from elastic.data.rounds import LocalShuffle, rounds, row_by_row, share
+from elastic.data.portions import Behind, Dealing, Portion, Spans
+from elastic.data.rounds import LocalShuffle
 
 ROWS_AT_ONCE = 512
 """Of each rank, where rows are dealt one by one."""
@@ -98,41 +99,60 @@ class Dealt(NamedTuple):
     """A batch of this rank's."""
 
     block: Any
-    stop: int
-    """The position behind the round that it is of: how far the pass is once all have used it."""
+    """None behind the last one."""
+    of: Portion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deal:
     """How a rank wants its share of a pass."""
 
-    first: int
-    """The position at which the pass begins."""
-    rank: int
+    reader: int
     ranks: int
+    """That the script was called with."""
     batch_size: int | None
     """Rows; None: each block of the data set is a round."""
     drop_last: bool = False
     is_row_by_row: bool = False
     shuffle: LocalShuffle | None = None
 
-    def batches(self, rows: Rows) -> Iterator[Dealt]:
-        """In order. Raises TooFewRows."""
-        of_round = row_by_row if self.is_row_by_row else share
-        next_end = partial(self._next_end, rows)
-        dealt = rounds(self.first, self.ranks, self.drop_last, next_end, rows.ends_before)
-        for first, stop in dealt:
-            mine = of_round((first, stop), self.rank, self.ranks)
-            if self.shuffle is not None:
-                rows.forget_before(self.shuffle.oldest(first))
-                block = rows.take(self.shuffle.rows(mine))
-            elif self.is_row_by_row:
-                rows.forget_before(first)
-                block = rows.take(np.asarray(mine))
-            else:
-                rows.forget_before(first)
-                block = rows.slice(mine)
-            yield Dealt(block, stop)
+    def batches(self, rows: Rows, behind: Behind) -> Iterator[Dealt]:
+        """The rest of the pass, in order. Raises TooFewRows."""
+        dealing = Dealing(
+            ranks=self.ranks,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            next_end=partial(self._next_end, rows),
+            ends_before=rows.ends_before,
+        )
+        oldest = behind.oldest
+        furthest = max((loss.furthest for loss in behind.losses), default=-1)
+        for portion in dealing.rest(behind):
+            if not portion.spans:
+                yield Dealt(None, portion)
+                return
+            rows.forget_before(self.oldest_row(oldest))
+            yield Dealt(self._block(rows, portion), portion)
+            if portion.iteration > furthest:  # until then the lost may have had some of it
+                oldest = min([portion.stop, *(span.start for span in portion.missing)])
+
+    def oldest_row(self, position: int) -> int:
+        """No row before this one is at this position or at a later one."""
+        return position if self.shuffle is None else self.shuffle.oldest(position)
+
+    def _block(self, rows: Rows, portion: Portion) -> Any:
+        if self.is_row_by_row:
+            index, num = portion.readers.index(self.reader), len(portion.readers)
+            return rows.take(self._rows(portion.spans)[index::num])
+        mine = portion.share(self.reader)
+        if self.shuffle is None and len(mine) == 1:
+            return rows.slice(mine[0])
+        return rows.take(self._rows(mine))
+
+    def _rows(self, spans: Spans) -> NDArray[np.int64]:
+        """At these positions."""
+        of = np.asarray if self.shuffle is None else self.shuffle.rows
+        return np.concatenate([of(span) for span in spans])
 
     def _next_end(self, rows: Rows, first: int) -> int:
         if self.batch_size is None:

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -179,8 +179,8 @@ class Reading:
     first: int
     """The row at which this pass begins in this call."""
     rank: int
-    ranks: int
-    """That share it."""
+    readers: tuple[int, ...]
+    """The ranks of this call that are left, as far as this one knows."""
 
 
 class Answer(NamedTuple):
@@ -197,13 +197,13 @@ class Shared:
 
     number: int
     walk: Walk
-    ranks: int
     rows: dict[int, int] = field(default_factory=dict[int, int])
 
-    def forget(self) -> None:
-        """What all ranks have had."""
-        if len(self.rows) == self.ranks:
-            self.walk.forget_before(min(self.rows.values()))
+    def needed(self, readers: Collection[int]) -> int | None:
+        """No reader needs what lies before this row; None: not all of them have begun."""
+        if not self.rows.keys() >= set(readers):
+            return None
+        return min((self.rows[reader] for reader in readers), default=GONE)
 
 
 class PassServer:
@@ -212,6 +212,8 @@ class PassServer:
     def __init__(self, execute: Execute) -> None:
         self._execute = execute
         self._call = -1
+        self._readers: frozenset[int] = frozenset()
+        """The ranks of this call that are left."""
         self._numbers = itertools.count()
         self._shared: dict[tuple[str, int, int], Shared] = {}
 
@@ -219,20 +221,24 @@ class PassServer:
     def num_walks(self) -> int:
         return len(self._shared)
 
-    async def blocks_at(self, reading: Reading, row: int, lost: int | None) -> Answer:
-        """What holds a row of a pass; what lies before it, this rank needs no more.
+    async def blocks_at(
+        self, reading: Reading, row: int, lost: int | None = None, needed: int = GONE
+    ) -> Answer:
+        """What holds a row of a pass.
 
-        lost: the walk whose blocks cannot be had any more, if this rank has met such a one. Raises
-        CallOver, and what the execution raises.
+        lost: the walk whose blocks cannot be had any more, if this rank has met such a one. needed:
+        what lies before this row and that one it needs no more. Raises CallOver, and what the
+        execution raises.
         """
         key = (reading.dataset, reading.reader, reading.number)
+        needed = min(row, needed)
         while True:
-            self._enter(reading.call)
+            self.hear(reading.call, reading.readers)
             shared = self._shared.get(key)
             if shared is None or shared.number == lost or not shared.walk.reaches_back_to(row):
-                shared = self._shared[key] = self._begun(reading, row, shared)
-            shared.rows[reading.rank] = row
-            shared.forget()
+                shared = self._shared[key] = self._begun(reading, needed, shared)
+            shared.rows[reading.rank] = needed
+            self._forget(key)
             try:
                 return Answer(shared.number, await shared.walk.at(row))
             except WalkOver:
@@ -241,13 +247,16 @@ class PassServer:
 
     def _begun(self, reading: Reading, row: int, before: Shared | None) -> Shared:
         """A new walk; before: the one that it takes the place of."""
-        rows = {} if before is None else before.rows
+        first = None
         if before is not None:
             before.walk.close()
-        is_known = len(rows) == reading.ranks
-        first = min(row, *rows.values()) if is_known else min(row, reading.first)
-        walk = Walk(lambda: self._execute(reading.dataset), first)
-        return Shared(next(self._numbers), walk, reading.ranks, rows)
+            first = before.needed(self._sharing(reading.reader))
+        walk = Walk(
+            lambda: self._execute(reading.dataset),
+            min(row, reading.first if first is None else first),
+        )
+        rows = {} if before is None else before.rows
+        return Shared(next(self._numbers), walk, rows)
 
     def leave(self, reading: Reading) -> None:
         """A rank is done with a pass."""
@@ -255,18 +264,35 @@ class PassServer:
         if reading.call != self._call or (shared := self._shared.get(key)) is None:
             return
         shared.rows[reading.rank] = GONE
-        shared.forget()
-        if len(shared.rows) == shared.ranks and min(shared.rows.values()) == GONE:
+        self._forget(key)
+
+    def hear(self, call: int, readers: Collection[int]) -> None:
+        """Of a call, no other ranks are left than these: nothing is kept for the others. Raises
+        CallOver."""
+        if call < self._call:
+            raise CallOver
+        if call > self._call:
+            self.end()
+            self._call, self._readers = call, frozenset(readers)
+        elif not self._readers <= set(readers):
+            self._readers &= set(readers)
+            for key in list(self._shared):
+                self._forget(key)
+
+    def _sharing(self, reader: int) -> frozenset[int]:
+        """The ranks that read what this one of `Reading` says."""
+        return self._readers if reader == ALL else self._readers & {reader}
+
+    def _forget(self, key: tuple[str, int, int]) -> None:
+        """What all readers have had; a pass that all have left is over."""
+        shared = self._shared[key]
+        needed = shared.needed(self._sharing(key[1]))
+        if needed == GONE:
             self._shared.pop(key).walk.close()
+        elif needed is not None:
+            shared.walk.forget_before(needed)
 
     def end(self) -> None:
         for shared in self._shared.values():
             shared.walk.close()
         self._shared.clear()
-
-    def _enter(self, call: int) -> None:
-        if call < self._call:
-            raise CallOver
-        if call > self._call:
-            self.end()
-            self._call = call

@@ -16,6 +16,14 @@ class Place:
     """How far it is: all ranks together have been given so many of its rows."""
     window: int = 0
     """Rows that are shuffled together in it; 0: it is not shuffled."""
+    missing: tuple[tuple[int, int], ...] = ()
+    """Before that row, the positions from one to another that nobody has been given, as a rank was
+    lost with them."""
+
+    @property
+    def first(self) -> int:
+        """No position before this one is in the rest of the pass."""
+        return min([self.row, *(first for first, _ in self.missing)])
 
 
 class Places:
@@ -43,10 +51,12 @@ class Places:
         self._next[name], self._at[name] = where.number + 1, where
         return where
 
-    def move(self, name: str, number: int, row: int) -> None:
-        """The script has been given what lies before a row."""
+    def move(
+        self, name: str, number: int, row: int, missing: tuple[tuple[int, int], ...] = ()
+    ) -> None:
+        """The script has been given what lies before a row, but for what is missing."""
         if (place := self._at.get(name)) is not None and place.number == number:
-            self._at[name] = replace(place, row=row)
+            self._at[name] = replace(place, row=row, missing=missing)
 
     def end(self, name: str, number: int) -> None:
         """The script has seen that a pass is over."""

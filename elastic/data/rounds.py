@@ -55,18 +55,6 @@ def rounds(
         return
 
 
-def share(dealt: Round, rank: int, ranks: int) -> range:
-    """The rows of a round that a rank has: as many as any other, or one more."""
-    first, stop = dealt
-    size = stop - first
-    return range(first + size * rank // ranks, first + size * (rank + 1) // ranks)
-
-
-def row_by_row(dealt: Round, rank: int, ranks: int) -> range:
-    """The same where rows are dealt one at a time."""
-    return range(dealt[0] + rank, dealt[1], ranks)
-
-
 class LocalShuffle:
     """Which row is at a position of a pass that is shuffled in windows; by seed, pass and position
     alone."""

@@ -9,12 +9,13 @@ what they come to is workers/script_loop.py's. The driver's side is elastic/ray_
 import inspect
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from ray.exceptions import RayError
 from ray.train import Checkpoint, CheckpointUploadMode, ReportedCheckpoint, ReportedCheckpointStatus
 from ray.train.v2._internal.execution import train_fn_utils
 from ray.train.v2._internal.execution.storage import StorageContext
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from elastic.on_ray.feed.passes_actor import PassesFeed
     from elastic.on_ray.feed.shard import Shard
     from workers.script_loop import Call
+    from workers.scripts.in_place.shards import ShardDealer
 
 
 REST_OF_REPORT = (
@@ -91,6 +93,7 @@ class CallUtils(train_fn_utils.TrainFnUtils):
             call.reports.passes = Places(call.reports.passes_at(newest))
         else:
             call.reports.passes = Places()
+        self._number = call.generation  # that of the call's begin, on all ranks
         self._feed: PassesFeed | None = None
         self._shards: dict[str, Shard] = {}
 
@@ -163,24 +166,38 @@ class CallUtils(train_fn_utils.TrainFnUtils):
         call, datasets = self._call, self._datasets
         if datasets is None or name not in datasets.names:
             raise KeyError(f"Dataset shard for '{name}' not found: datasets= has none of it")
-        if call.course is not None:
-            why = "data of get_dataset_shard() are not dealt again within a call"
-            call.course.refuse(why)
-            if call.course.operations.num_losses:  # this call began with other ranks
-                call.course.deny(f"{why}, and a rank is lost")
         from elastic.on_ray.feed.passes_actor import PassesFeed
         from elastic.on_ray.feed.shard import Seat, Shard  # Ray Data takes long to load
 
         if self._feed is None:
             self._feed = PassesFeed(call.run_id, datasets)
         seat = Seat(
-            call=call.generation,
+            call=self._number,
             rank=call.place.rank,
             ranks=call.place.world_size,
             run=call.loop.name,
             check=call.check,
+            course=self._dealer(name, datasets),
         )
         return Shard(name, self._feed, seat, call.reports.passes, is_split=name in datasets.split)
+
+    def _dealer(self, name: str, datasets: "Datasets") -> "ShardDealer | None":
+        """None: a loss has the script called again."""
+        call = self._call
+        if call.course is None or call.loaders is None:
+            return None
+        from workers.scripts.in_place.shards import ShardDealer
+
+        number = -1 - sorted(datasets.names).index(name)
+        dealer = ShardDealer(call.course, number, self._tell_left, call.call_again)
+        if name in datasets.split:
+            call.loaders.add(dealer)
+        return dealer
+
+    def _tell_left(self, readers: tuple[int, ...]) -> None:
+        assert self._feed is not None
+        with suppress(RayError):  # it is started again, and hears it from who asks it for rows
+            self._feed.actor.hear.remote(self._number, readers)
 
     def _checkpoint(self, name: str) -> Checkpoint:
         folder: Folder = self._call.reports.folder.at(name)

@@ -10,7 +10,8 @@ import pytest
 
 from elastic.data.dealt import Deal, Rows, ahead
 from elastic.data.passes import AHEAD, ALL, Block, CallOver, End, PassServer, Piece, Reading
-from elastic.data.rounds import LocalShuffle, TooFewRows, share
+from elastic.data.portions import Behind, Portion, length
+from elastic.data.rounds import LocalShuffle, TooFewRows
 
 NOTHING = Block(0, Piece(None, 0, 0, 0))
 PATIENCE_S = 10.0
@@ -67,10 +68,11 @@ def batches(data, rank, ranks, batch_size, *, first=0, shuffle=None, **options):
     """Of one rank, each with how far the pass is then."""
     rows = data.rows((shuffle and shuffle[0] * (first // shuffle[0])) or first)
     local = LocalShuffle(*shuffle, rows.ends_before) if shuffle else None
-    deal = Deal(
-        first=first, rank=rank, ranks=ranks, batch_size=batch_size, shuffle=local, **options
-    )
-    return [(dealt.block.tolist(), dealt.stop) for dealt in deal.batches(rows)]
+    deal = Deal(reader=rank, ranks=ranks, batch_size=batch_size, shuffle=local, **options)
+    last = Portion(-1, (), tuple(range(ranks)), first)
+    *found, end = deal.batches(rows, Behind(last=last, uncounted={}))
+    assert (end.block, end.of.spans, end.of.missing) == (None, (), ())
+    return [(dealt.block.tolist(), dealt.of.stop) for dealt in found]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -151,13 +153,14 @@ def test_local_shuffle_is_of_seed_pass_and_position_and_stays_in_its_window():
 
 def test_shares_differ_by_one_row_at_most():
     for size in range(3, 30):
-        of_rank = [len(share((5, 5 + size), rank, 3)) for rank in range(3)]
+        portion = Portion(0, (range(5, 5 + size),), (0, 1, 2), 5 + size)
+        of_rank = [length(portion.share(rank)) for rank in range(3)]
         assert (sum(of_rank), max(of_rank) - min(of_rank) <= 1) == (size, True)
 
 
 # --- the server -----------------------------------------------------------------------------
-def reading(rank, *, call=1, number=0, first=0, reader=ALL, ranks=2):
-    return Reading(call, "train", reader, number, first, rank, ranks)
+def reading(rank, *, call=1, number=0, first=0, reader=ALL, readers=(0, 1)):
+    return Reading(call, "train", reader, number, first, rank, readers)
 
 
 @pytest.fixture
@@ -165,8 +168,8 @@ def ask():
     """Of a server, in one event loop: what is found at a row, and the walk that it is of."""
     loop = asyncio.new_event_loop()
 
-    def asked(server, reading, row, lost=None):
-        answer = server.blocks_at(reading, row, lost)
+    def asked(server, reading, row, lost=None, **needed):
+        answer = server.blocks_at(reading, row, lost, **needed)
         return loop.run_until_complete(asyncio.wait_for(answer, PATIENCE_S))
 
     yield asked
@@ -198,10 +201,10 @@ def test_ranks_share_one_execution_and_what_all_have_had_is_forgotten(ask):
 def test_an_execution_is_ahead_of_the_furthest_rank_by_some_blocks_and_ends_with_its_pass(ask):
     data = DataSet(*[4] * 1000)
     server = PassServer(data.execute)
-    ask(server, reading(0, ranks=1), 40)
-    ask(server, reading(0, ranks=1), 80)
+    ask(server, reading(0, readers=(0,)), 40)
+    ask(server, reading(0, readers=(0,)), 80)
     assert data.pieces <= 21 + 2 * AHEAD
-    server.leave(reading(0, ranks=1))
+    server.leave(reading(0, readers=(0,)))
     assert data.has_closed.wait(PATIENCE_S)
 
 
@@ -252,9 +255,9 @@ def test_who_asks_ahead_and_has_left_begins_no_pass_again():
         data = DataSet(2, 2)
         data.goes_on.clear()
         server = PassServer(data.execute)
-        asked = asyncio.ensure_future(server.blocks_at(reading(0, ranks=1), 0, None))
+        asked = asyncio.ensure_future(server.blocks_at(reading(0, readers=(0,)), 0, None))
         await asyncio.sleep(0)
-        server.leave(reading(0, ranks=1))
+        server.leave(reading(0, readers=(0,)))
         answer = await asyncio.wait_for(asked, PATIENCE_S)
         data.goes_on.set()
         return answer.found, server.num_walks, data.executed
@@ -278,12 +281,59 @@ def test_what_the_execution_raises_all_ranks_hear(ask):
 def test_each_rank_has_a_pass_of_its_own_over_what_is_not_split(ask):
     data = DataSet(4)
     server = PassServer(data.execute)
-    mine = [reading(0, reader=rank, ranks=1) for rank in (0, 1)]
+    mine = [reading(rank, reader=rank) for rank in (0, 1)]
     assert [rows_in(ask(server, each, 0).found) for each in mine] == [range(4), range(4)]
     assert data.executed == 2
     for each in mine:
         server.leave(each)
     assert server.num_walks == 0
+
+
+def test_a_lost_rank_is_neither_waited_for_nor_are_its_rows_dropped(ask):
+    """The rows that it had, and did not count, are kept as long as others need them."""
+    data = DataSet(*[4] * 6)
+    server = PassServer(data.execute)
+    for rank in (0, 1, 2):
+        ask(server, reading(rank, readers=(0, 1, 2)), 0)
+    ask(server, reading(1, readers=(0, 1, 2)), 4)  # and is lost
+    for rank in (0, 2):
+        ask(server, reading(rank, readers=(0, 1, 2)), 16, needed=8)
+    assert rows_in(ask(server, reading(0, readers=(0, 2)), 8, needed=8).found).start == 8
+    walk = ask(server, reading(2, readers=(0, 2)), 20, needed=16).walk
+    assert ask(server, reading(0, readers=(0, 2)), 20, needed=20).walk == walk
+    assert data.executed == 1
+    assert server._shared["train", ALL, 0].walk._wanted == 16, "the lost one is not waited for"
+    for rank in (0, 2):
+        server.leave(reading(rank, readers=(0, 2)))
+    assert server.num_walks == 0
+
+
+def test_passes_that_only_the_lost_had_not_left_are_over(ask):
+    data = DataSet(4, 4)
+    server = PassServer(data.execute)
+    for rank in (0, 1):
+        ask(server, reading(rank), 0)
+        ask(server, reading(rank, reader=rank), 0)
+    server.leave(reading(0))
+    assert server.num_walks == 3
+    server.hear(1, (0,))
+    assert server.num_walks == 1, "that of the rank that is left, over what is not split"
+    server.hear(1, (0, 1))  # of one who has not heard of the loss
+    assert ask(server, reading(0, number=1), 0).found[0].first == 0
+    server.leave(reading(0, number=1))
+    assert server.num_walks == 1
+    with pytest.raises(CallOver):
+        server.hear(0, (0, 1))
+    server.end()
+
+
+def test_rows_that_are_kept_no_more_are_executed_again(ask):
+    data = DataSet(*[4] * 6)
+    server = PassServer(data.execute)
+    walk = ask(server, reading(0, readers=(0,)), 16).walk
+    again = ask(server, reading(0, readers=(0,)), 4, needed=4)
+    assert (again.found[0].first, again.walk != walk, data.executed) == (4, True, 2)
+    server.end()
 
 
 # --- ahead ----------------------------------------------------------------------------------

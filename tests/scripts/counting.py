@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,7 @@ def count_uses(settings: dict[str, Any]) -> str:
     member = ray.train.get_context().get_world_rank()
     num_ranks = dist.get_world_size()
     dataset = TensorDataset(torch.arange(SAMPLES))
-    loaded = DataLoader(
-        dataset, batch_size=BATCH, shuffle=True, num_workers=settings.get("loaders", 0)
-    )
-    loader = ray.train.torch.prepare_data_loader(loaded)
+    loader = loader_of(settings, dataset, num_ranks)
     net = counting_net(settings)
     model = prepared(net, has_hook=member in settings.get("hooks", []))
     optimizer = torch.optim.SGD(net.learned(), lr=0.05, momentum=0.9)
@@ -101,6 +99,39 @@ def count_uses(settings: dict[str, Any]) -> str:
         {**state, "steps": step, "lr": optimizer.param_groups[0]["lr"]}, place / f"end-{member}.pt"
     )
     return "counted"
+
+
+def loader_of(settings: dict[str, Any], dataset: Any, num_ranks: int) -> Any:
+    import ray.train.torch
+    from torch.utils.data import DataLoader
+
+    if settings.get("shard"):
+        return OfShard(num_ranks)
+    loader = DataLoader(
+        dataset, batch_size=BATCH, shuffle=True, num_workers=settings.get("loaders", 0)
+    )
+    return ray.train.torch.prepare_data_loader(loader)
+
+
+class OfShard:
+    """The same samples from Ray Data, in batches of the same size."""
+
+    sampler = None
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def __len__(self) -> int:
+        return SAMPLES // BATCH // self._num_ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        import ray.train
+
+        shard = ray.train.get_dataset_shard("train")
+        for batch in shard.iter_torch_batches(
+            batch_size=BATCH, local_shuffle_buffer_size=7, local_shuffle_seed=1
+        ):
+            yield (batch["id"],)
 
 
 def prepared(net: Any, *, has_hook: bool) -> Any:

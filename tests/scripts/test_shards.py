@@ -6,47 +6,28 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pyarrow as pa
 import pytest
 import ray
 
 from elastic.data.dealt import ROWS_AT_ONCE
-from elastic.data.passes import Answer, Block, End, Found, Piece
 from elastic.data.place import Places
+from elastic.data.portions import Loss, Portion
 from elastic.on_ray.feed.datasets import Datasets
 from elastic.on_ray.feed.shard import Seat, Shard
 from elastic.on_ray.train_api import CallUtils
 from elastic.protocol.errors import StepCancelled
+from tests.scripts.local_feed import DATASETS, Feed
 from tests.scripts.test_units import Listening
 from workers.distributed.process_group import Alone
 from workers.scripts.default_group import DefaultGroup
 from workers.scripts.in_place.course import Course
+from workers.scripts.in_place.loader import Loaders
 
 RANKS, BLOCK_ROWS = 2, 300
 ROWS = 2 * RANKS * ROWS_AT_ONCE + 7
 """More than two rounds of all ranks."""
-
-
-class Feed:
-    """Gives the rows 0, 1, 2 and so on in small blocks."""
-
-    def __init__(self) -> None:
-        self.actor = SimpleNamespace(
-            blocks_at=SimpleNamespace(remote=lambda _, row, lost: Answer(0, blocks_from(row))),
-            leave=SimpleNamespace(remote=lambda _: None),
-        )
-
-    def start_again(self) -> None:
-        raise AssertionError("it does not die")
-
-
-def blocks_from(row: int) -> Found:
-    first = row // BLOCK_ROWS * BLOCK_ROWS
-    if row >= ROWS:
-        return End(ROWS)
-    stop = min(first + BLOCK_ROWS, ROWS)
-    table = pa.table({"id": range(first, stop)})
-    return [Block(first, Piece(table, 0, stop - first, table.nbytes))]
+BATCH, FEW_ROWS = 4, 61
+"""Seven rounds of two ranks, and a shorter one."""
 
 
 @pytest.fixture
@@ -56,7 +37,7 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def shard_of(rank: int) -> Shard:
         seat = Seat(call=1, rank=rank, ranks=RANKS, run="r", check=lambda: None)
-        return Shard("train", Feed(), seat, Places(), is_split=True)
+        return Shard("train", Feed(ROWS, BLOCK_ROWS), seat, Places(), is_split=True)
 
     return shard_of
 
@@ -82,13 +63,22 @@ def test_rows_one_by_one_go_on_where_they_were_beyond_the_first_round(shards):
     assert sorted(used) == list(range(ROWS))
 
 
-@pytest.mark.parametrize("num_losses", [0, 1], ids=["before a loss", "after a loss"])
-def test_after_a_loss_in_place_no_shard_is_dealt_for_the_ranks_of_before(num_losses):
-    """The lost one's share would be read by nobody: the script is called again, and deals anew."""
-    course = Course("shards", DefaultGroup(Alone("shards")), Listening())
-    course.operations.num_losses = num_losses
+@pytest.fixture
+def course() -> Course:
+    """Of one rank of two, before and after the other one's loss."""
+    return Course("shards", DefaultGroup(Alone("shards")), Listening())
+
+
+@pytest.fixture
+def utils(course, monkeypatch) -> CallUtils:
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference)
+
+    def call_again(why: str) -> None:
+        raise StepCancelled(why)
+
     call = SimpleNamespace(
         course=course,
+        loaders=Loaders(course),
         generation=1,
         place=SimpleNamespace(
             rank=0, world_size=RANKS, local_rank=0, local_world_size=RANKS, node_rank=0
@@ -97,15 +87,91 @@ def test_after_a_loss_in_place_no_shard_is_dealt_for_the_ranks_of_before(num_los
         reports=SimpleNamespace(folder=None, passes=Places()),
         check=lambda: None,
         newest_checkpoint=lambda: None,
+        call_again=call_again,
     )
-    datasets = Datasets(packed=b"", split=("train",), whole=(), folder=None)
-    utils = CallUtils(cast(Any, call), datasets)
-    utils._feed = cast(Any, Feed())
-    asked = SimpleNamespace(dataset_name="train")
-    if not num_losses:
-        assert repr(utils.get_dataset_shard(asked)) == "Shard('train', rank 0 of 2)"
-        assert "not dealt again" in course.refusal
-        return
+    course.member, course.members, course.num_ranks = 0, (0, 1), RANKS
+    utils = CallUtils(cast(Any, call), DATASETS)
+    utils._feed = cast(Any, Feed(FEW_ROWS, BLOCK_ROWS))
+    return utils
+
+
+def shard_of(utils: CallUtils) -> Any:
+    return utils.get_dataset_shard(SimpleNamespace(dataset_name="train"))
+
+
+def lose_other(course: Course) -> None:
+    """As course.py does it, once the members that are left have told each other where they are."""
+    (at,) = course.stand().passes
+    loss = Loss(course.members, (0,), at.drawn, at.counted)
+    course.losses.setdefault(at.loader, []).append((at.number, loss))
+    for loader in course.loaders:
+        loader.lose(at.loader, at.number, loss)
+    course.operations.num_losses += 1
+    course.members = (0,)
+
+
+def batches_of(shard: Any) -> Iterator[list[int]]:
+    return (batch["id"].tolist() for batch in shard.iter_batches(batch_size=BATCH))
+
+
+def test_after_a_loss_the_rows_of_the_other_rank_come_here_in_as_many_batches(course, utils):
+    shard = shard_of(utils)
+    assert repr(shard) == "Shard('train', rank 0 of 2)"
+    batches = batches_of(shard)
+    assert [next(batches), next(batches)] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    course.loaders[0].begin_forward()
+    assert course.loaders[0].count(is_training=True, members=(0, 1)) == 4 * BATCH
+    assert next(batches) == [16, 17, 18, 19]
+    lose_other(course)
+    assert shard.state_dict()["missing"] == ((20, 24),)
+    assert cast(Any, utils._feed).left == [(1, (0,))]
+    assert next(batches) == [*range(24, 32), 20], "a batch grows to twice its size, and one row"
+    assert shard.state_dict() == {
+        "number": 0,
+        "row": 32,
+        "window": 0,
+        "missing": ((21, 24),),
+    }
+    rest = list(batches)
+    assert sorted(row for batch in rest for row in batch) == [21, 22, 23, *range(32, FEW_ROWS)]
+    assert course.stand().passes[0].drawn == 3 + len(rest) + 1, "it is beyond its end"
+    assert repr(shard) == "Shard('train', rank 0 of 1)"
+    assert next(iter(batches_of(shard))) == [*range(8)], "the next pass is whole"
+
+
+def test_a_state_that_a_loss_has_left_rows_out_of_goes_on_with_them(course, utils):
+    shard = shard_of(utils)
+    shard.load_state_dict({"number": 0, "row": 40, "window": 0, "missing": [[4, 6], [20, 24]]})
+    lose_other(course)
+    used = [row for batch in batches_of(shard) for row in batch]
+    assert sorted(used) == [4, 5, *range(20, 24), *range(40, FEW_ROWS)]
+
+
+def test_what_is_not_read_in_batches_is_not_dealt_again(course, utils):
+    shard = shard_of(utils)
+    assert course.refusal == ""
+    rows = iter(shard.iter_rows())
+    assert next(rows)["id"] == 0
+    assert "iter_batches" in course.refusal
+    lose_other(course)
     with pytest.raises(StepCancelled):
-        utils.get_dataset_shard(asked)
+        next(iter(shard.iter_rows()))
     assert "and a rank is lost" in cast(Any, course._regrouping).denied
+
+
+def test_too_few_rows_at_the_end_of_a_pass_have_the_script_called_again(course, utils):
+    course.member, course.members = 0, (0, 1, 2)
+    dealer = cast(Any, (shard_of(utils), course.loaders[0])[1])
+    begun = dealer.begin_shared(0, (), BATCH)
+    end = Portion(1, (), (0, 2), 12, (range(8, 9),))
+    with pytest.raises(StepCancelled, match="1 rows, too few"):
+        begun.end(end)
+
+
+def test_what_is_not_split_is_not_dealt(course, utils):
+    utils._datasets = Datasets(packed=b"", split=(), whole=("train",), folder=None)
+    shard = shard_of(utils)
+    assert course.loaders == []
+    first = next(batches_of(shard))
+    course.members = (0,)
+    assert (first, next(batches_of(shard))) == ([0, 1, 2, 3], [0, 1, 2, 3])

@@ -7,10 +7,11 @@ Which block holds which row is elastic/data/passes.py's. A worker's side is shar
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
 
-from elastic.data.passes import Answer, PassServer, Piece, Reading
+from elastic.data.passes import Answer, CallOver, PassServer, Piece, Reading
 from elastic.data.patience import WAIT_S
 from elastic.on_ray.feed.blocks import pieces_of
 from elastic.on_ray.feed.datasets import Datasets, unpacked
@@ -31,11 +32,11 @@ class PassesActor:
         self._has_told_waiting = False
         self._alone: asyncio.Task[None] | None = None
 
-    async def blocks_at(self, reading: Reading, row: int, lost: int | None) -> Answer:
+    async def blocks_at(self, reading: Reading, row: int, lost: int | None, needed: int) -> Answer:
         """As `PassServer`'s; references stand for blocks."""
         if self._alone is None:
             self._alone = asyncio.create_task(end_when_alone(self._run_id))
-        asked = asyncio.ensure_future(self._server.blocks_at(reading, row, lost))
+        asked = asyncio.ensure_future(self._server.blocks_at(reading, row, lost, needed))
         done, _ = await asyncio.wait([asked], timeout=WAIT_S)
         if not done and not self._has_told_waiting:
             self._has_told_waiting = True
@@ -44,6 +45,11 @@ class PassesActor:
 
     async def leave(self, reading: Reading) -> None:
         self._server.leave(reading)
+
+    async def hear(self, call: int, readers: tuple[int, ...]) -> None:
+        """As `PassServer`'s; a call that is over is left alone."""
+        with suppress(CallOver):
+            self._server.hear(call, readers)
 
     async def schema(self, name: str) -> Any:
         """Of a data set, as Ray Data has it."""

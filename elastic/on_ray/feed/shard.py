@@ -9,10 +9,10 @@ pass is, are ours.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import ray
 from ray.data import DataContext, DataIterator
@@ -31,12 +31,19 @@ from ray.exceptions import (
 from elastic.data.dealt import ROWS_AT_ONCE, Deal, Rows, ahead
 from elastic.data.passes import ALL, Answer, Block, CallOver, End, Found, Reading
 from elastic.data.place import Place, Places
+from elastic.data.portions import Behind, Portion, Spans, Standing
 from elastic.data.rounds import LocalShuffle
 from elastic.on_ray.feed.blocks import RayBlocks, in_format
 
+Item: TypeAlias = tuple[Any, Portion, int]
+"""A batch, what it is of, and its rows; behind the last one there is none."""
 POLL_S = 0.05
 AGAIN_S = 3.0
 """A feed that is dead for good is started again after so long."""
+NOT_BATCHES = (
+    "rows of get_dataset_shard() are dealt again within a call in batches of a size only: use "
+    "iter_torch_batches() or iter_batches()"
+)
 NOT_SUPPORTED = "use iter_torch_batches() or iter_batches()"
 
 
@@ -55,11 +62,59 @@ class Seat:
 
     call: int
     rank: int
+    """When the call began."""
     ranks: int
     run: str
     """Of what local shuffles are drawn that have no seed: the same however often a run begins."""
     check: Callable[[], None]
     """Called now and then in the main thread; raises what ends the script's call."""
+    course: "Course | None" = None
+    """Of a call that goes on after losses."""
+
+
+class Course(Protocol):
+    """Who reads along, in a call that goes on after losses (workers/scripts/in_place/shards.py)."""
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """Who is left, in the order of today's ranks."""
+        ...
+
+    def begin_shared(self, row: int, missing: Spans, batch_size: int) -> "Pass":
+        """A pass that all share, from its row on."""
+        ...
+
+    def refuse(self, why: str) -> None:
+        """What follows is not dealt again."""
+        ...
+
+
+class Pass(Protocol):
+    """Of those."""
+
+    @property
+    def standing(self) -> Standing: ...
+    def deliver_share(self, portion: Portion) -> None:
+        """The script is given it."""
+        ...
+
+    def end(self, portion: Portion) -> None:
+        """It has had all. Raises what ends the call if a lost rank's rows have no place left."""
+        ...
+
+
+class Alone:
+    """A pass that nobody goes on with after a loss."""
+
+    def __init__(self, last: Portion) -> None:
+        self.standing = Standing(last)
+
+    def deliver_share(self, portion: Portion) -> None:
+        self.standing.deliver(portion)
+        self.standing.count(portion.iteration)
+
+    def end(self, portion: Portion) -> None:
+        self.standing.end = portion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,27 +149,45 @@ class Shard(DataIterator):
     ) -> None:
         """places: of all shards of this call."""
         self._name, self._feed, self._places = name, feed, places
-        self._reader = ALL if is_split else seat.rank
-        self._seat = seat if is_split else replace(seat, rank=0, ranks=1)
+        self._is_split, self._seat = is_split, seat
         self._state: Place | None = None
         """Where the next pass is to begin; None: at its first row."""
+        self._at_hand: tuple[int, Standing] | None = None
+        """The number of the newest pass in batches, and how far that is."""
         self._num_rows = 0
 
     def __repr__(self) -> str:
-        seat = self._seat
-        return f"Shard({self._name!r}, rank {seat.rank} of {seat.ranks})"
+        rank, ranks = self._place
+        return f"Shard({self._name!r}, rank {rank} of {ranks})"
+
+    @property
+    def _readers(self) -> tuple[int, ...]:
+        """Of the call, who is left."""
+        course, seat = self._seat.course, self._seat
+        return tuple(range(seat.ranks)) if course is None else course.readers
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The rank among those who share a pass, and how many they are."""
+        if not self._is_split:
+            return 0, 1
+        return self._readers.index(self._seat.rank), len(self._readers)
 
     # --- where it is ------------------------------------------------------------------------
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """How far the pass at hand is, counting the batches that the script has been given; the
         same on all ranks that have been given as many."""
+        if self._at_hand is not None:
+            self._move(*self._at_hand)
         return asdict(self._places.of(self._name))
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration is the rest of the pass that `state` was in, whatever ranks there
         were. All ranks call it alike. ValueError for what `state_dict` has not given."""
         try:
-            self._state = Place(**{key: int(value) for key, value in state.items()})
+            numbers = {key: int(v) for key, v in state.items() if key != "missing"}
+            missing = tuple((int(a), int(b)) for a, b in state.get("missing", ()))
+            self._state = Place(**numbers, missing=missing)
         except (TypeError, ValueError) as error:
             what = f"get_dataset_shard({self._name!r}).load_state_dict(): {state!r} is no state"
             raise ValueError(what) from error
@@ -165,8 +238,9 @@ class Shard(DataIterator):
             if place is None:
                 place = self._places.of(self._name)
                 first = place.row
+            _, ranks = self._place
             for row in BlockAccessor.for_block(block).iter_rows(public_row_format=True):
-                first = min(first + self._seat.ranks, stop)
+                first = min(first + ranks, stop)
                 self._places.move(self._name, place.number, first)
                 yield row
             self._seat.check()
@@ -190,9 +264,9 @@ class Shard(DataIterator):
         return waited_for(reference, self._seat.check)
 
     def stats(self) -> str:
-        place, seat = self._places.of(self._name), self._seat
+        place, (rank, ranks) = self._places.of(self._name), self._place
         return (
-            f"Data set {self._name}, rank {seat.rank} of {seat.ranks}: {place.number} passes are "
+            f"Data set {self._name}, rank {rank} of {ranks}: {place.number} passes are "
             f"over, {self._num_rows} rows were given to this rank; the pass at hand is at row "
             f"{place.row}"
         )
@@ -211,54 +285,103 @@ class Shard(DataIterator):
 
     # --- a pass -------------------------------------------------------------------------------
     def _pass(self, wish: Wish, form: Callable[[Any], Any]) -> Iterator[tuple[Any, int]]:
-        """Batches of a new pass, with how far the pass is once all ranks have used theirs."""
+        """Batches of a new pass, with the position behind the round of each."""
         seat = self._seat
-        window = (wish.buffer or 0) * seat.ranks
-        place = self._places.begin(self._name, self._state, window)
+        ranks = seat.ranks if self._is_split else 1
+        place = self._places.begin(self._name, self._state, (wish.buffer or 0) * ranks)
         self._state = None
-        first = place.row // place.window * place.window if place.window else place.row
-        reading = Reading(
-            seat.call, self._name, self._reader, place.number, first, seat.rank, seat.ranks
-        )
+        at_hand = self._begun(wish, place)
         seed = wish.seed if wish.seed is not None else seed_of(seat.run, self._name)
+        reader = ALL if self._is_split else seat.rank
+        reading = partial(Reading, seat.call, self._name, reader, place.number)
 
-        def dealt(stay: Callable[[], None]) -> Iterator[tuple[Any, int, int]]:
-            rows = Rows(Fetch(self._feed, reading, stay), RayBlocks(), first)
+        def dealt(behind: Behind, stay: Callable[[], None]) -> Iterator[Item]:
             shuffle = None
             if place.window:
-                shuffle = LocalShuffle(place.window, seed, place.number, rows.ends_before)
+                shuffle = LocalShuffle(
+                    place.window, seed, place.number, lambda row: rows.ends_before(row)
+                )
             deal = Deal(
-                first=place.row,
-                rank=seat.rank,
-                ranks=seat.ranks,
+                reader=seat.rank,
+                ranks=ranks,
                 batch_size=wish.batch_size,
                 drop_last=wish.drop_last,
                 is_row_by_row=wish.is_row_by_row,
                 shuffle=shuffle,
             )
-            for block, stop in deal.batches(rows):
-                yield form(block), stop, BlockAccessor.for_block(block).num_rows()
+            of_rank = reading(deal.oldest_row(place.first), seat.rank, self._readers)
+            needed = lambda: deal.oldest_row(at_hand.standing.needed)  # noqa: E731
+            fetch = Fetch(self._feed, of_rank, needed, stay)
+            rows = Rows(fetch, RayBlocks(), deal.oldest_row(behind.oldest))
+            for block, portion in deal.batches(rows, behind):
+                if block is None:
+                    yield None, portion, 0
+                else:
+                    yield form(block), portion, BlockAccessor.for_block(block).num_rows()
 
         try:
-            # what asks ahead has ended before this rank leaves: else it would begin the pass again
-            with closing(ahead(dealt, wish.prefetch_batches, seat.check)) as batches:
-                for batch, stop, num_rows in batches:
-                    seat.check()
-                    self._num_rows += num_rows
-                    if not wish.is_row_by_row:
-                        self._places.move(self._name, place.number, stop)
-                    yield batch, stop
+            yield from self._given(wish, place, at_hand, dealt)
             self._places.end(self._name, place.number)
         finally:
             with suppress(Exception):  # it is gone with its run
-                self._feed.actor.leave.remote(reading)
+                self._feed.actor.leave.remote(reading(place.first, seat.rank, self._readers))
+
+    def _given(
+        self,
+        wish: Wish,
+        place: Place,
+        at_hand: Pass,
+        dealt: Callable[[Behind, Callable[[], None]], Iterator[Item]],
+    ) -> Iterator[tuple[Any, int]]:
+        """What is dealt; anew after each loss, as what was ahead is of other shares."""
+        seat, standing = self._seat, at_hand.standing
+        while standing.end is None:
+            num_losses = standing.num_losses
+            # what asks ahead has ended before this rank leaves: else it would begin the pass again
+            rest = partial(dealt, standing.behind)
+            with closing(ahead(rest, wish.prefetch_batches, seat.check)) as batches:
+                for batch, portion, num_rows in batches:
+                    seat.check()
+                    if standing.num_losses != num_losses:
+                        break
+                    if not portion.spans:
+                        at_hand.end(portion)
+                        break
+                    self._num_rows += num_rows
+                    at_hand.deliver_share(portion)
+                    if not wish.is_row_by_row:
+                        self._at_hand = place.number, standing
+                    yield batch, portion.stop
+
+    def _move(self, number: int, standing: Standing) -> None:
+        behind = standing.behind
+        missing = tuple((span.start, span.stop) for span in behind.missing)
+        self._places.move(self._name, number, behind.last.stop, missing)
+
+    def _begun(self, wish: Wish, place: Place) -> Pass:
+        missing = tuple(range(*of) for of in place.missing)
+        course = self._seat.course
+        if not self._is_split:
+            return Alone(Portion(-1, (), (self._seat.rank,), place.row, missing))
+        if course is not None:
+            if wish.batch_size is not None and not wish.is_row_by_row:
+                return course.begin_shared(place.row, missing, wish.batch_size)
+            course.refuse(NOT_BATCHES)
+        return Alone(Portion(-1, (), self._readers, place.row, missing))
 
 
 class Fetch:
     """The blocks of one pass, in order; the next ones are asked for ahead."""
 
-    def __init__(self, feed: Feed, reading: Reading, stay: Callable[[], None]) -> None:
-        self._feed, self._reading, self._stay = feed, reading, stay
+    def __init__(
+        self,
+        feed: Feed,
+        reading: Reading,
+        needed: Callable[[], int],
+        stay: Callable[[], None],
+    ) -> None:
+        """needed: whoever is lost next, what lies before this row is of no use."""
+        self._feed, self._reading, self._needed, self._stay = feed, reading, needed, stay
         self._asked: tuple[int, Any] | None = None
 
     def __call__(self, row: int) -> Found:
@@ -297,7 +420,10 @@ class Fetch:
                     pause(self._stay)
 
     def _ask(self, row: int, lost: int | None) -> None:
-        self._asked = row, self._feed.actor.blocks_at.remote(self._reading, row, lost)
+        self._asked = (
+            row,
+            self._feed.actor.blocks_at.remote(self._reading, row, lost, self._needed()),
+        )
 
 
 def with_value(block: Block, value: Any) -> Block:

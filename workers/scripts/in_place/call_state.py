@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from workers.scripts.in_place.dealing import MAX_GROWTH, Loss
+from elastic.data.portions import MAX_GROWTH, Loss
 
 UNIT, EXCHANGE, BARRIER, COMMIT = "unit", "exchange", "barrier", "commit"
 """Operations that members who are left can do again without the lost."""

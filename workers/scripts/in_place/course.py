@@ -14,6 +14,7 @@ from weakref import ReferenceType
 
 import torch
 
+from elastic.data.portions import Loss
 from elastic.protocol.errors import CollectiveRefused, PeerLost, StepCancelled
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
@@ -22,7 +23,6 @@ from workers.scripts.in_place import call_state
 from workers.scripts.in_place.applied import Applied, Recording
 from workers.scripts.in_place.call_state import CallAgain, CallState, GoOn, InPass, judge
 from workers.scripts.in_place.collective import OwnCollective, plain
-from workers.scripts.in_place.dealing import Loss
 from workers.scripts.in_place.unit import Attempt, send
 from workers.train_state.learning_rate import learning_rate
 

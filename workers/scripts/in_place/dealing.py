@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-MAX_GROWTH = 2
-"""Times as large as the script's own may a batch become when the rest of a pass is dealt again."""
+from elastic.data.portions import MAX_GROWTH, Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +39,6 @@ class Shape:
     def num_dealt(self) -> int:
         """Positions that are not dropped."""
         return min(self.num_positions, self.iterations * self.batch_size * self.replicas)
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """Members were lost in a pass."""
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    furthest: int
-    """The last iteration that any survivor has drawn; -1: none."""
-    counted: int
-    """The last iteration whose samples have counted on all members of before; -1: none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -367,6 +367,7 @@ class Loaders:
         self._dealers: weakref.WeakKeyDictionary[Any, Dealer] = weakref.WeakKeyDictionary()
         self._newest: list[Dealer] = []
         """The loaders that were begun last, of which some may be gone."""
+        self._shards: list[Dealer] = []
         self._num_begun = 0
         self._opening: tuple[Any, Pass] | None = None
         """A loader's batch sampler, and its pass."""
@@ -412,9 +413,17 @@ class Loaders:
         if len(self._newest) == REMEMBERED and self._newest[0].is_gone:
             self._tell_unused(self._newest[:1])
         self._newest = [*self._newest, made][-REMEMBERED:]
-        dealers = {*self._newest, *self._dealers.values()}
-        self._course.loaders = sorted(dealers, key=lambda dealer: dealer.number)
+        self._note()
         return made
+
+    def add(self, shard: Dealer) -> None:
+        """Of Ray Data: it is dealt as loaders are."""
+        self._shards.append(shard)
+        self._note()
+
+    def _note(self) -> None:
+        dealers = {*self._newest, *self._dealers.values(), *self._shards}
+        self._course.loaders = sorted(dealers, key=lambda dealer: dealer.number)
 
     def _carried(self, loader: DataLoader[Any]) -> list[int]:
         """What other loaders of these data have left over, in the same order on all ranks."""

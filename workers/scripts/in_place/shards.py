@@ -1,0 +1,142 @@
+"""Shards of Ray Data in a call that goes on through losses: where their passes are, as for loaders.
+
+How a pass is dealt, and dealt again, is elastic/data/portions.py's; who reads its rows is
+elastic/on_ray/feed/shard.py's.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from elastic.data.portions import Portion, Spans, Standing, length
+from workers.scripts.in_place.course import Course
+from workers.scripts.in_place.dealing import Loss
+from workers.scripts.in_place.loader import Dealer, Pass, Use
+
+log = logging.getLogger(__name__)
+
+FEW = (
+    "a rank was lost at the end of a pass with {} rows, too few for each of those left to have one"
+)
+TWO = "a rank is lost while two passes over one data set are under way"
+
+
+class ShardDealer(Dealer):
+    """Of one shard that all ranks share: its passes, one after the other."""
+
+    def __init__(
+        self,
+        course: Course,
+        number: int,
+        tell: Callable[[tuple[int, ...]], None],
+        call_again: Callable[[str], NoReturn],
+    ) -> None:
+        """number: no loader's, and the same on all ranks. tell: the data sets' server who is left.
+        call_again: the script, as it cannot go on in place from here."""
+        self._course, self._number, self._tell, self._call_again = course, number, tell, call_again
+        self._num_passes = 0
+        self._has_trained = False
+        self._pass: Pass | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """The script may ask for it again."""
+        return False
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """Who is left, in the order of today's ranks."""
+        return self._course.members
+
+    def begin_shared(self, row: int, missing: Spans, batch_size: int) -> "ShardPass":
+        """The next pass, from its row on."""
+        self._num_passes += 1
+        losses = [
+            loss
+            for number, loss in self._course.losses.get(self.number, [])
+            if number == self._num_passes
+        ]
+        members = losses[0].before if losses else self._course.members
+        last = Portion(-1, (), members, row, missing)
+        self._pass = begun = ShardPass(self, self._course, last, batch_size, losses)
+        return begun
+
+    def lose(self, index: int, number: int, loss: Loss) -> None:
+        super().lose(index, number, loss)
+        if index == self.number:
+            self._tell(loss.after)
+
+    def refuse(self, why: str) -> None:
+        """What follows is not dealt again: the next loss has the script called again, as it is now
+        if a rank is lost already."""
+        self._course.refuse(why)
+        if self._course.operations.num_losses:
+            self._course.deny(f"{why}, and a rank is lost")
+
+    def call_again(self, why: str) -> NoReturn:
+        self._call_again(why)
+
+    def is_newest(self, of: "ShardPass") -> bool:
+        return self._pass is of
+
+
+class ShardPass(Pass):
+    """One pass over it, on one member."""
+
+    def __init__(
+        self,
+        dealer: ShardDealer,
+        course: Course,
+        last: Portion,
+        batch_size: int,
+        losses: Sequence[Loss],
+    ) -> None:
+        """last: what is before the first portion. losses: those that others have met in this
+        pass."""
+        self._dealer, self._course, self._batch_size = dealer, course, batch_size
+        self._num_losses = course.operations.num_losses
+        self.standing = Standing(last, losses)
+        self.drawn = self.delivered = self.forwarded = self.counted = -1
+        self._held: deque[Any] = deque()
+        self._use = Use()
+        self.has_ended = False
+
+    def deliver_share(self, portion: Portion) -> None:
+        """The script is given its share."""
+        is_told = self._dealer.is_newest(self)
+        if self._course.operations.num_losses != self._num_losses and not is_told:
+            self._dealer.call_again(TWO)
+        self.standing.deliver(portion)
+        self.drawn = self.delivered = portion.iteration
+        has_gradients = torch.is_grad_enabled()
+        self._use.is_training = has_gradients and not self.is_measured
+        if has_gradients:
+            self._course.applied.begin()
+            size = length(portion.share(self._course.member))
+            self._course.add_samples(size / self._batch_size)
+            self._use.delivered_at = self._course.training.num_batches
+
+    def end(self, portion: Portion) -> None:
+        """The script has had all. StepCancelled if a lost rank's rows have no place left."""
+        self.standing.end, self.drawn, self.has_ended = portion, portion.iteration, True
+        if not (num_rows := length(portion.missing)):
+            return
+        if self.is_training and not self.standing.is_over_elsewhere:
+            self._dealer.call_again(FEW.format(num_rows))
+        log.warning("%d rows of a lost rank were used in no iteration of their pass", num_rows)
+
+    def count(self, until: int, members: Sequence[int]) -> int:
+        new = range(max(self.counted + 1, self._use.num_measured), until + 1)
+        portions = [self.standing.portion(iteration) for iteration in new]
+        self.counted = until
+        self.standing.count(until)
+        if not self.is_training:
+            return 0
+        shares = [p.share(reader) for p in portions for reader in p.readers if reader in members]
+        return sum(map(length, shares))
+
+    def lose(self, loss: Loss) -> None:
+        self.standing.lose(loss)
