@@ -72,9 +72,9 @@ def test_a_disk_that_chaos_fills_for_a_while_costs_no_step(start, reference, tmp
     with start("Toy", workers=2, **OPTIONS) as run:
         run.wait_for(lambda s: s["step"] > 0)
         chaos = begin(run.env, "-m", "elastic", "chaos", scenario, run.directory)
-        run.wait_for(lambda s: (run.directory / BALLAST).exists())
-        assert os.statvfs(tmp_path).f_bavail == 0
-        run.wait_for(lambda s: not (run.directory / BALLAST).exists())
+        ballast = run.directory / BALLAST
+        run.wait_for(lambda s: ballast.exists() and os.statvfs(tmp_path).f_bavail == 0)
+        run.wait_for(lambda s: not ballast.exists())
         end = run.finish()
         out, err = chaos.communicate(timeout=60)
     assert chaos.returncode == 0, err
