@@ -31,9 +31,10 @@ class Uses(nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.uses = nn.Parameter(torch.zeros(rows))
+        self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.uses[rows].sum() / len(rows)
+        return self.uses[rows].sum() / len(rows) + self.bias
 
     @torch.no_grad()
     def count(self) -> None:
@@ -46,6 +47,7 @@ def learn(config: dict[str, Any]) -> None:
     shard = ray.train.get_dataset_shard("train")
     net = Uses(config["rows"])
     model: Any = ray.train.torch.prepare_model(net)
+    optimizer = torch.optim.SGD([net.bias], lr=0.1)
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     for number in range(PASSES):
@@ -55,6 +57,8 @@ def learn(config: dict[str, Any]) -> None:
         for step, batch in enumerate(batches):
             model(batch["id"]).backward()
             net.count()
+            optimizer.step()
+            optimizer.zero_grad()
             time.sleep(config["sleep_s"])
             if step == TOLD:
                 Path(config["place"], f"pids-{number}.json").write_text(json.dumps(pids))
