@@ -1,5 +1,5 @@
-"""Whole numbers among the attributes of a block's modules, such as the place of the block: blocks may
-differ in those that their code does not read.
+"""Whole numbers among the attributes of a block's modules, such as a block's place: two
+blocks may differ in those that their code does not read.
 
 Only Python can read them: a module's class tells of it while the code runs.
 """
