@@ -128,6 +128,27 @@ def test_a_deadline_goes_with_its_worker_and_hurries_no_other():
     assert play(ledger, phase, Tick(152.9), limits=limits) == (ledger, phase, [])
 
 
+def test_of_a_state_in_parts_who_survives_a_loss_leaves_at_the_next_boundary():
+    """What the lost one held may be nobody else's."""
+    limits = replace(ONE, is_whole=False, has_copies=True)
+    broken = (lost(2, 14.5), suspended(0, 40, at=14.6), suspended(1, 40, at=14.6))
+    ledger, phase, commands = play(LEDGER, Running(ABC), NOTICE, *broken, limits=limits)
+    two = Membership(8, (0, 1))
+    assert commands[-1] == Form(two, 40)
+    joined = (Joined(8, rank, 0.0, 16.0, 40) for rank in range(2))
+    ledger, phase, commands = play(ledger, phase, *joined, Tick(25.0), limits=limits)
+    assert (phase, commands) == (Pausing(two), [Pause(two)])
+    paused = (Paused(8, rank, 44, 26.0) for rank in range(2))
+    assert Form(Membership(9, (1,)), 44) in play(ledger, phase, *paused, limits=limits)[2]
+
+
+def test_who_has_outlived_its_notice_is_not_relied_on_after_a_loss():
+    limits = replace(ONE, is_whole=False, has_copies=True)
+    broken = (lost(2, 40.5), suspended(0, 40, at=40.6), suspended(1, 40, at=40.6))
+    _, _, commands = play(LEDGER, Running(ABC), NOTICE, *broken, limits=limits)
+    assert commands[-1] == Form(Membership(8, (1,)), 40)
+
+
 def test_whom_the_minimum_needs_trains_on_until_it_is_gone_which_is_no_failure():
     limits = replace(LIMITS, min_workers=3, max_failures=0)
     ledger, phase, commands = play(LEDGER, Running(ABC), NOTICE, Tick(39.0), limits=limits)

@@ -2,6 +2,7 @@
 (workers/distributed/process_group.py)."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from workers.distributed.rendezvous import StoreServer
 from workers.distributed.store import StoreClient
 
 DEADLINE_S = 240.0
-"""Processes that import torch, six of them on a machine that is busy."""
+"""Processes that import torch, six of them on a machine that is busy; from one `get_further` to the
+next."""
 
 
 def run_ranks(
@@ -62,11 +64,15 @@ def run_ranks(
 
 
 def _next(receiver: Any) -> Any:
-    assert receiver.poll(DEADLINE_S), f"no result in {DEADLINE_S} s"
-    return receiver.recv()
+    while True:
+        assert receiver.poll(DEADLINE_S), f"no result, and nothing new, in {DEADLINE_S} s"
+        result = receiver.recv()
+        if not (isinstance(result, str) and result == FURTHER):
+            return result
 
 
 PAUSED = "paused"
+FURTHER, SAID_EVERY_S = "further", 10.0
 OVER = "over"
 """All have told: what a rank still has to send goes with its process."""
 
@@ -78,12 +84,19 @@ class Ranks:
         self, index: int, address: tuple[str, int, str], sender: Any, parts: str = ""
     ) -> None:
         self.index, self.address, self._sender = index, address, sender
-        self._parts = parts
+        self._parts, self._said_at = parts, time.monotonic()
 
     def pause(self) -> None:
         """Wait until the test has done something."""
         self._sender.send(PAUSED)
         self._store().wait([f"resume/{self.index}"])
+
+    def get_further(self) -> None:
+        """The test waits for this process as long again: what it does takes long on a busy
+        machine, but gets on. Said now and then: nobody may read it meanwhile."""
+        if time.monotonic() - self._said_at > SAID_EVERY_S:
+            self._said_at = time.monotonic()
+            self._sender.send(FURTHER)
 
     def tell(self, result: Any) -> None:
         """What the test gets of this process, which is about to be killed."""

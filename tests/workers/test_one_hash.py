@@ -1,5 +1,6 @@
 """Fifty steps by every strategy, schedule and number of ranks: one hash for each precision."""
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -52,7 +53,14 @@ class Work:
         return self.case.loss(model, batch)
 
 
-def hash_after(num_steps: int, parallel: str, kind: str, precision: str, group: Any) -> str:
+def hash_after(
+    num_steps: int,
+    parallel: str,
+    kind: str,
+    precision: str,
+    group: Any,
+    after_step: Callable[[Any], None] = lambda state: None,
+) -> str:
     torch.set_num_threads(1)
     work = Work(MODELS[kind])
     batch_size = 2 * MOST_RANKS
@@ -64,7 +72,7 @@ def hash_after(num_steps: int, parallel: str, kind: str, precision: str, group: 
     if isinstance(strategy, Staged | Sharded):
         strategy.shards.holding = Ownership("initial")
     enter(strategy, group, 0)
-    train(strategy, group, work.case, num_steps)
+    train(strategy, group, work.case, num_steps, after_step)
     return sha256(strategy)
 
 
@@ -84,7 +92,8 @@ def differing(num_steps: int, kind: str, precision: str, num_ranks: int, words: 
         wrong: list[str] = []
         for generation, parallel in enumerate(words, 1):
             group = ranks.form(generation, list(range(num_ranks)))
-            if hash_after(num_steps, parallel, kind, precision, group) != expected:
+            step = lambda state: ranks.get_further()  # noqa: E731
+            if hash_after(num_steps, parallel, kind, precision, group, step) != expected:
                 wrong.append(parallel)
         return wrong
 
@@ -92,6 +101,7 @@ def differing(num_steps: int, kind: str, precision: str, num_ranks: int, words: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)  # the ranks' own limit holds, from step to step
 @pytest.mark.parametrize("num_ranks", range(1, MOST_RANKS + 1))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", MODELS)

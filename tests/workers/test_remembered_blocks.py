@@ -133,6 +133,67 @@ def test_stages_of_a_rank_look_at_a_block_once():
     assert Seen.runs == 2 * TIMES + 1
 
 
+class Tells(Seen):
+    """Each has a number that no code reads, and its linear layer has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = Numbered()
+        self.layer_idx = id(self)
+
+
+class Numbered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.layer_idx = nn.Linear(WIDTH, WIDTH), id(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Asks(Tells):
+    """Odd ones draw."""
+
+    @property
+    def is_odd(self) -> bool:
+        return self.layer_idx % 2 == 1
+
+    def compute(self, x):
+        return F.dropout(x, self.rate, self.training) if self.is_odd else x
+
+
+class AsksInside(Tells):
+    def compute(self, x):
+        is_odd = getattr(self.linear, "layer_idx") % 2 == 1  # noqa: B009
+        return F.dropout(x, self.rate, self.training) if is_odd else x
+
+
+class AsksForAll(Tells):
+    def compute(self, x):
+        return F.dropout(x, self.rate, self.training) if vars(self)["layer_idx"] % 2 == 1 else x
+
+
+def test_blocks_may_differ_in_a_number_that_their_code_does_not_read():
+    assert runs_of(Tells, range(3, 4)) == TIMES + 1
+
+
+@pytest.mark.parametrize("kind", [Asks, AsksInside, AsksForAll])
+def test_blocks_whose_code_reads_their_numbers_are_alike_where_these_are_equal(kind: type[Tells]):
+    """Of six blocks of other stages two are odd, and share a number; so do three that are not."""
+    model, numbers = Residual(kind, count=7), (1, 2, 1, 4, 4, 4, 5)
+    for block, number in zip(model.blocks, numbers, strict=True):
+        block.layer_idx = block.linear.layer_idx = number
+    stage = stage_of(model, range(6, 7))
+    Seen.runs = 0
+    for _ in range(TIMES):
+        torch.manual_seed(4)
+        square(model, torch.ones(4, WIDTH))
+        wanted, Seen.runs = torch.rand(3), Seen.runs - 7
+        assert torch.equal(run(model, stage), wanted)
+    assert Seen.runs == TIMES + len({1, 2, 4})
+    assert kind.__getattribute__ is object.__getattribute__, "its class is left as it was"
+
+
 def rate(block: Seen) -> None:
     block.rate = 0.25
 

@@ -85,9 +85,9 @@ class BackupCopy:
 
     def slices(self) -> tuple[Slice, ...]:
         """What goes to a holder. ValueError if a layout misdescribes what this rank has."""
-        found: list[Slice] = []
+        found, lacks = list[Slice](), frozenset(self.lacks)
         for layout in self.layouts:
-            if layout.blocks in self.lacks:
+            if layout.blocks in lacks:
                 continue
             box, shard = layout.box(self.at), self.tensors[layout.name]
             check_shard(shard, layout, box)

@@ -1,5 +1,6 @@
 """What tells that the code of two blocks does the same of the same arguments: modules of the same
 classes in the same places, whose attributes have the same values and whose tensors the same shapes.
+They may differ in whole numbers that the code does not read (numbers.py).
 
 What depends on which of such blocks it is, and is none of its attributes, is not seen.
 """
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.parallel.pipeline.absent import Absent
+from workers.parallel.pipeline.numbers import may_differ
 from workers.torch_private.modules import attributes_of, own_buffers, own_modules, own_parameters
 
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
@@ -35,7 +37,10 @@ class _Itself:
 def kind_of(
     block: nn.Module, modules: Iterable[nn.Module], forward: Callable[..., Any]
 ) -> Hashable:
-    """Equal for blocks that do the same. modules: all of the block's. forward: the block's own."""
+    """Equal for blocks that do the same if what they read of their numbers is equal.
+
+    modules: all of the block's. forward: the block's own.
+    """
     places = {id(module): place for place, module in enumerate(modules)}
     function = getattr(forward, "__func__", None)
     is_method = function is not None and getattr(forward, "__self__", None) is block
@@ -45,7 +50,7 @@ def kind_of(
         found.append(type(module))
         found += [(name, places.get(id(child))) for name, child in children]
         found += [
-            (name, _said(value))
+            (name, int if may_differ(module, value) else _said(value))
             for name, value in attributes_of(module)
             if module is not block or name != "forward"  # a stage has put another one there
         ]

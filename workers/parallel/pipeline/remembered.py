@@ -29,6 +29,7 @@ from workers.parallel.pipeline.absent import (
     written_by,
 )
 from workers.parallel.pipeline.alike import PLAIN, described, kind_of
+from workers.parallel.pipeline.numbers import NumbersRead, Place, numbers_of
 from workers.parallel.pipeline.trees import tensors_in
 from workers.torch_private.dispatch import (
     OpOverload,
@@ -70,6 +71,8 @@ class _Seen:
     spec: Any
     """Of these; None: it returned one tensor."""
     draws: tuple[_Draw, ...]
+    numbers: tuple[tuple[Place, int], ...]
+    """That the code has read, of its block."""
 
 
 class Looks:
@@ -78,7 +81,7 @@ class Looks:
     def __init__(self) -> None:
         self.step = 0
         """Counted here."""
-        self._seen: dict[Any, dict[Any, _Seen]] = {}
+        self._seen: dict[Any, dict[Any, list[_Seen]]] = {}
 
     def forget(self) -> None:
         """A step begins. Any code may do something else from now on: a schedule, a configuration,
@@ -86,8 +89,9 @@ class Looks:
         self.step += 1
         self._seen.clear()
 
-    def of(self, kind: Any) -> dict[Any, _Seen]:
-        """By arguments, of the blocks that are alike."""
+    def of(self, kind: Any) -> dict[Any, list[_Seen]]:
+        """By arguments, of the blocks that are alike; several where these read numbers of theirs
+        which differ."""
         return self._seen.setdefault(kind, {})
 
 
@@ -100,7 +104,8 @@ class RememberedBlock:
         self._modules: tuple[nn.Module, ...] = ()
         self._had: list[tuple[Any, ...]] = []
         """Their attributes, by which it is alike to others."""
-        self._seen: dict[Any, _Seen] = {}
+        self._numbers: dict[Place, int] = {}
+        self._seen: dict[Any, list[_Seen]] = {}
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What `forward` returns of these arguments. NotHere as `forward` raises it."""
@@ -109,7 +114,7 @@ class RememberedBlock:
         try:
             leaves, spec = _flattened(args, kwargs)
             key = (spec, _setting(leaves), *map(_described, leaves))
-            seen = self._seen.get(key)
+            seen = next(filter(self._reads_the_same, self._seen.get(key, ())), None)
         except (Unknown, TypeError):  # a tree whose kind has no hash
             with EmptyIsAbsent():
                 return forward(*args, **kwargs)
@@ -123,7 +128,11 @@ class RememberedBlock:
         """Find what was seen of blocks like this one."""
         self._step, self._modules = self._looks.step, tuple(self._block.modules())
         self._had = [held_by(module) for module in self._modules]
+        self._numbers = numbers_of(self._modules)
         self._seen = self._looks.of(kind_of(self._block, self._modules, forward))
+
+    def _reads_the_same(self, seen: _Seen) -> bool:
+        return all(self._numbers[at] == value for at, value in seen.numbers)
 
     def _is_as_it_was(self) -> bool:
         for module, had in zip(self._modules, self._had, strict=True):
@@ -137,8 +146,8 @@ class RememberedBlock:
     ) -> Any:
         """Run it, and remember it if what it does is told by the key."""
         chance = _chance()
-        noting = _Noting(watching())
-        with watched_by(noting), _Reading(noting), _Looking(noting):
+        noting, reads = _Noting(watching()), NumbersRead(self._modules, self._numbers)
+        with watched_by(noting), _Reading(noting), _Looking(noting), reads:
             result = forward(*args, **kwargs)
         is_told = noting.is_by_shape and chance == _chance()
         if is_told and self._is_as_it_was() and not any(map(has_hooks, self._modules[1:])):
@@ -146,7 +155,9 @@ class RememberedBlock:
                 returned, spec = _remembered(result, leaves)
             except Unknown:
                 return result
-            self._seen[key] = _Seen(returned, spec, tuple(noting.draws))
+            numbers = tuple((at, self._numbers[at]) for at in reads.found)
+            seen = _Seen(returned, spec, tuple(noting.draws), numbers)
+            self._seen.setdefault(key, []).append(seen)
         return result
 
 
