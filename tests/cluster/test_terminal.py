@@ -19,6 +19,7 @@ OURS = [
     rf"[\u2501\u2578\u257a ]*step \d+/{STEPS}  \w+, \d+ workers?( of .+)?",
     rf"loss ({NUMBER}|-|not finite)  {NUMBER} s/step(  {NUMBER} steps/s)?"
     r"(  done in [\d:]+  at \d\d:\d\d UTC)?",
+    rf"learning rate {NUMBER}(  gradient norm {NUMBER})?",
     rf"loss [\u2581-\u2588 ]+ {NUMBER} to {NUMBER}",
     r"goodput ([\d.]+ %|-)  idle ([\d.]+ %|-)  \d+ recover(y|ies)  \d+ lost steps?",
     r"node +workers +state +ranks +s/micro-batch",
