@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 from elastic.store.files import first_line
 
-SHOW_EVERY_S = 0.2
+SHOW_EVERY_S = 0.25
 LAST_LOOK_S = 5.0
 """How long the end of a run waits for its last look."""
 
@@ -64,6 +64,8 @@ class Display:
         is_last = False
         while not is_last:
             is_last = self._is_over.wait(SHOW_EVERY_S)
+            if is_last:
+                time.sleep(SHOW_EVERY_S)  # so soon after the look before it would see nothing new
             try:
                 self._show(place)
             except OSError as error:  # a terminal that is gone is no reason to end a run

@@ -5,6 +5,7 @@ import io
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from rich.console import Console
 from elastic.cli.app import main
 from elastic.cli.progress import Progress
 from elastic.driver import launch, starting
-from elastic.driver.display import progress_shown
+from elastic.driver.display import Display, progress_shown
 from elastic.driver.launch import Onlooker, wait
 from elastic.driver.starting import slow_step
 from elastic.on_ray.driver.submission import Lease
@@ -213,6 +214,28 @@ def test_a_bucket_that_is_silent_holds_up_neither_the_lease_nor_the_end_of_the_r
     assert attach(place, progress).polls == POLLS
     progress.close()
     s3.faults.heal()
+
+
+def test_a_run_that_ends_right_after_a_look_is_looked_at_once_more(tmp_path):
+    text = io.StringIO()
+    progress = Progress(Console(file=text, force_terminal=False, width=200))
+    display = Display(progress)
+
+    def write(step: int) -> None:
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({**METRICS, "step": step}) + "\n")
+        write_json(open_folder(str(tmp_path)), "status.json", {**STATUS, "step": step})
+
+    write(1)
+    display.begin(str(tmp_path))
+    deadline = time.monotonic() + 60
+    while "step=1/" not in text.getvalue():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # polling, bounded by the deadline
+    write(2)
+    display.end()
+    progress.close()
+    assert "step=2/" in text.getvalue().splitlines()[-1]
 
 
 def test_a_store_that_cannot_be_read_is_one_line_and_is_looked_at_again(tmp_path):
