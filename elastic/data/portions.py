@@ -17,6 +17,8 @@ MAX_GROWTH = 2
 ANY = 1 << 62
 KEPT = 16
 """Portions that have not counted, whose rows are kept for who has them next."""
+UNUSED = "%d rows of a lost rank are used in no iteration of their pass"
+"""For the log: too few for each rank to have one, at the end of it."""
 Spans: TypeAlias = tuple[range, ...]
 """Positions, in order."""
 
@@ -195,6 +197,12 @@ class Standing:
         """Whoever was lost had an iteration that another reader has not, who is beyond the pass."""
         assert self.end is not None
         return max((loss.furthest for loss in self._losses), default=-1) >= self.end.iteration
+
+    @property
+    def at(self) -> tuple[int, Spans]:
+        """The position behind the newest round, and those before it that are missing."""
+        behind = Behind(last=self._last, uncounted=self._uncounted, losses=self._losses)
+        return self._last.stop, behind.missing
 
     def portion(self, iteration: int) -> Portion:
         """One that has not counted."""

@@ -46,7 +46,9 @@ def rounds(
             continue
         if end == first:
             return
-        if end - first < ranks and not drop_last:
+        if end - first < ranks:
+            if drop_last:
+                return
             raise TooFewRows(f"{end - first} of {end} rows are left for {ranks} ranks to share")
         if not drop_last:
             yield first, end

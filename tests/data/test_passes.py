@@ -103,6 +103,8 @@ def test_with_drop_last_all_batches_are_whole():
         for rank in range(3):
             found = batches(DataSet(total), rank, 3, 2, drop_last=True)
             assert [len(rows) for rows, _ in found] == [2] * (total // 6)
+    blocks = [batches(DataSet(4, 4, 1), rank, 2, None, drop_last=True) for rank in range(2)]
+    assert [[len(rows) for rows, _ in found] for found in blocks] == [[2, 2]] * 2
 
 
 def test_fewer_rows_than_ranks_are_an_error_that_says_so():

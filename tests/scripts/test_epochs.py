@@ -168,6 +168,7 @@ def alone(most_ranks: int) -> Any:
         course=None,
         place=place,
         most_ranks=most_ranks,
+        generation=1,
         loop=SimpleNamespace(name="r"),
         reports=SimpleNamespace(folder=None, passes=None),
         device=torch.device("cpu"),

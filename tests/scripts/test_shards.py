@@ -163,9 +163,28 @@ def test_too_few_rows_at_the_end_of_a_pass_have_the_script_called_again(course, 
     course.member, course.members = 0, (0, 1, 2)
     dealer = cast(Any, (shard_of(utils), course.loaders[0])[1])
     begun = dealer.begin_shared(0, (), BATCH)
+    begun.lose(Loss((0, 1, 2), (0, 2), 0, -1))
     end = Portion(1, (), (0, 2), 12, (range(8, 9),))
     with pytest.raises(StepCancelled, match="1 rows, too few"):
         begun.end(end)
+
+
+def test_too_few_rows_that_a_restored_state_lacks_end_no_call(course, utils, caplog):
+    shard = shard_of(utils)
+    shard.load_state_dict({"number": 0, "row": FEW_ROWS, "window": 0, "missing": [[4, 5]]})
+    assert list(batches_of(shard)) == []
+    assert "1 rows of a lost rank are used in no iteration" in caplog.text
+
+
+def test_what_has_counted_stays_counted(course, utils):
+    """A pass that is measured between a forward and its backward."""
+    batches = batches_of(shard_of(utils))
+    next(batches)
+    begun = cast(Any, course.loaders[0])._pass
+    assert begun.count(0, course.members) == 2 * BATCH
+    assert begun.count(-1, course.members) == 0
+    next(batches)
+    assert begun.count(1, course.members) == 2 * BATCH
 
 
 def test_what_is_not_split_is_not_dealt(course, utils):

@@ -6,6 +6,7 @@ What users call is Ray's; where the rows come from, which of them are this rank'
 pass is, are ours.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -31,10 +32,11 @@ from ray.exceptions import (
 from elastic.data.dealt import ROWS_AT_ONCE, Deal, Rows, ahead
 from elastic.data.passes import ALL, Answer, Block, CallOver, End, Found, Reading
 from elastic.data.place import Place, Places
-from elastic.data.portions import Behind, Portion, Spans, Standing
+from elastic.data.portions import UNUSED, Behind, Portion, Spans, Standing, length
 from elastic.data.rounds import LocalShuffle
 from elastic.on_ray.feed.blocks import RayBlocks, in_format
 
+log = logging.getLogger(__name__)
 Item: TypeAlias = tuple[Any, Portion, int]
 """A batch, what it is of, and its rows; behind the last one there is none."""
 POLL_S = 0.05
@@ -94,6 +96,10 @@ class Pass(Protocol):
 
     @property
     def standing(self) -> Standing: ...
+    def ask(self) -> None:
+        """The script asks for the next portion."""
+        ...
+
     def deliver_share(self, portion: Portion) -> None:
         """The script is given it."""
         ...
@@ -109,12 +115,17 @@ class Alone:
     def __init__(self, last: Portion) -> None:
         self.standing = Standing(last)
 
+    def ask(self) -> None:
+        pass
+
     def deliver_share(self, portion: Portion) -> None:
         self.standing.deliver(portion)
         self.standing.count(portion.iteration)
 
     def end(self, portion: Portion) -> None:
         self.standing.end = portion
+        if num_rows := length(portion.missing):
+            log.warning(UNUSED, num_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +188,7 @@ class Shard(DataIterator):
     def state_dict(self) -> dict[str, Any]:
         """How far the pass at hand is, counting the batches that the script has been given; the
         same on all ranks that have been given as many."""
-        if self._at_hand is not None:
-            self._move(*self._at_hand)
-        return asdict(self._places.of(self._name))
+        return asdict(self._at())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration is the rest of the pass that `state` was in, whatever ranks there
@@ -264,7 +273,7 @@ class Shard(DataIterator):
         return waited_for(reference, self._seat.check)
 
     def stats(self) -> str:
-        place, (rank, ranks) = self._places.of(self._name), self._place
+        place, (rank, ranks) = self._at(), self._place
         return (
             f"Data set {self._name}, rank {rank} of {ranks}: {place.number} passes are "
             f"over, {self._num_rows} rows were given to this rank; the pass at hand is at row "
@@ -339,6 +348,7 @@ class Shard(DataIterator):
             num_losses = standing.num_losses
             # what asks ahead has ended before this rank leaves: else it would begin the pass again
             rest = partial(dealt, standing.behind)
+            at_hand.ask()
             with closing(ahead(rest, wish.prefetch_batches, seat.check)) as batches:
                 for batch, portion, num_rows in batches:
                     seat.check()
@@ -352,11 +362,16 @@ class Shard(DataIterator):
                     if not wish.is_row_by_row:
                         self._at_hand = place.number, standing
                     yield batch, portion.stop
+                    at_hand.ask()
 
-    def _move(self, number: int, standing: Standing) -> None:
-        behind = standing.behind
-        missing = tuple((span.start, span.stop) for span in behind.missing)
-        self._places.move(self._name, number, behind.last.stop, missing)
+    def _at(self) -> Place:
+        if self._at_hand is None:
+            return self._places.of(self._name)
+        number, standing = self._at_hand
+        row, spans = standing.at
+        missing = tuple((span.start, span.stop) for span in spans)
+        self._places.move(self._name, number, row, missing)
+        return self._places.of(self._name)
 
     def _begun(self, wish: Wish, place: Place) -> Pass:
         missing = tuple(range(*of) for of in place.missing)

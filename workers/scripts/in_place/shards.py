@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from elastic.data.portions import Portion, Spans, Standing, length
+from elastic.data.portions import UNUSED, Portion, Spans, Standing, length
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.dealing import Loss
 from workers.scripts.in_place.loader import Dealer, Pass, Use
@@ -99,10 +99,16 @@ class ShardPass(Pass):
         self._dealer, self._course, self._batch_size = dealer, course, batch_size
         self._num_losses = course.operations.num_losses
         self.standing = Standing(last, losses)
+        self._has_losses = bool(losses)
         self.drawn = self.delivered = self.forwarded = self.counted = -1
         self._held: deque[Any] = deque()
         self._use = Use()
         self.has_ended = False
+
+    def ask(self) -> None:
+        """The script waits for the next portion."""
+        if torch.is_grad_enabled():
+            self._course.applied.begin()
 
     def deliver_share(self, portion: Portion) -> None:
         """The script is given its share."""
@@ -114,29 +120,31 @@ class ShardPass(Pass):
         has_gradients = torch.is_grad_enabled()
         self._use.is_training = has_gradients and not self.is_measured
         if has_gradients:
-            self._course.applied.begin()
             size = length(portion.share(self._course.member))
             self._course.add_samples(size / self._batch_size)
             self._use.delivered_at = self._course.training.num_batches
 
     def end(self, portion: Portion) -> None:
-        """The script has had all. StepCancelled if a lost rank's rows have no place left."""
+        """The script has had all. StepCancelled if rows of a rank that was lost in this pass have
+        no place left. Those that a restored state lacks go without: a call again would restore
+        it again."""
         self.standing.end, self.drawn, self.has_ended = portion, portion.iteration, True
         if not (num_rows := length(portion.missing)):
             return
-        if self.is_training and not self.standing.is_over_elsewhere:
+        if self.is_training and self._has_losses and not self.standing.is_over_elsewhere:
             self._dealer.call_again(FEW.format(num_rows))
-        log.warning("%d rows of a lost rank were used in no iteration of their pass", num_rows)
+        log.warning(UNUSED, num_rows)
 
     def count(self, until: int, members: Sequence[int]) -> int:
         new = range(max(self.counted + 1, self._use.num_measured), until + 1)
         portions = [self.standing.portion(iteration) for iteration in new]
-        self.counted = until
-        self.standing.count(until)
+        self.counted = max(self.counted, until)
+        self.standing.count(self.counted)
         if not self.is_training:
             return 0
         shares = [p.share(reader) for p in portions for reader in p.readers if reader in members]
         return sum(map(length, shares))
 
     def lose(self, loss: Loss) -> None:
+        self._has_losses = True
         self.standing.lose(loss)
