@@ -194,6 +194,27 @@ def test_blocks_whose_code_reads_their_numbers_are_alike_where_these_are_equal(k
     assert kind.__getattribute__ is object.__getattribute__, "its class is left as it was"
 
 
+class Says(Tells):
+    """How many rows it has seen, which no code of its own reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_rows = 0
+
+    def compute(self, x):
+        self.num_rows = x.shape[0]
+        return x
+
+
+def test_a_number_that_a_block_writes_is_the_one_of_the_newest_micro_batch():
+    model = Residual(Says)
+    stage = stage_of(model, range(3, 4))
+    for rows in (4, 4, 4, 8, 4, 8):
+        run(model, stage, rows)
+        others: list[Any] = list(model.blocks)[:3]
+        assert [block.num_rows for block in others] == [rows] * 3
+
+
 def rate(block: Seen) -> None:
     block.rate = 0.25
 

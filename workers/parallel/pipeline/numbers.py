@@ -37,7 +37,7 @@ def _tells(kind: type[nn.Module]) -> bool:
 
 
 class NumbersRead:
-    """Which of a block's numbers are read meanwhile, in `found`."""
+    """Which of a block's numbers are read or written meanwhile, in `found`."""
 
     def __init__(self, modules: Sequence[nn.Module], numbers: dict[Place, int]) -> None:
         """numbers: as `numbers_of` these modules."""
@@ -50,8 +50,10 @@ class NumbersRead:
         def get(module: nn.Module, name: str) -> Any:
             if name != "__dict__":
                 self._note(module, name)
-            elif sys._getframe(1).f_globals.get("__name__") != nn.Module.__module__:
+            elif (asking := sys._getframe(1)).f_globals.get("__name__") != nn.Module.__module__:
                 self._note_all(module)
+            elif asking.f_code.co_name == "__setattr__":
+                self._note(module, asking.f_locals["name"])
             return object.__getattribute__(module, name)
 
         for kind in self._kinds:
