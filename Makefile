@@ -45,7 +45,7 @@ test: style ## what CI runs: lint, unit tests with pyright beside them, then the
 	@$(MAKE) --no-print-directory cluster
 
 unit: $(INSTALLED) ## the tests that start no Ray
-	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 4 --durations 10 -rs
+	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 3 --durations 10 -rs
 
 cluster: $(INSTALLED) ## the tests that start Ray
 	$(BIN)/pytest tests/cluster -m "not slow" -n 4 --timeout 600 --durations 10 -rs

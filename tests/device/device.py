@@ -110,8 +110,10 @@ def before_host_waits(told: Callable[[int, str], None]) -> Iterator[None]:
 
 
 def reset() -> None:
-    """As at the start, but for memory that is in use. Nothing may be queued any more."""
+    """As at the start, but for memory that is in use, and this thread on the first device. Nothing
+    may be queued any more."""
     SIM.reset()
+    SIM.exchange_device(0)
     host_touches()
 
 
