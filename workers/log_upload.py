@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class LogUploader:
         try:
             self._say({})
             assert self._process.stdout is not None
-            if not select.select([self._process.stdout], [], [], ENOUGH_S)[0]:
+            if not wait([self._process.stdout], ENOUGH_S):  # select() takes no file beyond 1,023
                 return f"the bucket has not taken it within {ENOUGH_S:g} s"
             return json.loads(self._process.stdout.readline())
         except (OSError, ValueError) as error:

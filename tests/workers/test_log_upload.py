@@ -161,7 +161,7 @@ def test_it_ends_soon_after_its_worker_in_a_store_that_hangs(log):
 
 def test_why_a_log_is_not_in_the_bucket_is_said(tmp_path: Path, monkeypatch):
     """By a process that is nobody's child, which a signal to all of a node leaves alone, and which
-    the user's modules are not in the way of."""
+    the user's modules are not in the way of; however many files the worker has open."""
     log = tmp_path / NAME
     log.write_text("x\n")
     for module in ("select", "queue", "random", "logging", "workers"):
@@ -169,7 +169,10 @@ def test_why_a_log_is_not_in_the_bucket_is_said(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
     uploader = log_upload.LogUploader(log, "nosuch://bucket/run")
+    for file in files:
+        os.close(file)
     assert "nosuch://bucket/run" in uploader.join()
     assert uploader._process.returncode == 0, "that which has started it has ended"
     os.killpg(uploader._process.pid, signal.SIGTERM)
