@@ -114,7 +114,7 @@ class LogUploader:
         try:
             self._say({})
             assert self._process.stdout is not None
-            if not wait([self._process.stdout], ENOUGH_S):  # select() takes no file beyond 1,023
+            if not wait([self._process.stdout.fileno()], ENOUGH_S):  # select()'s are below 1,024
                 return f"the bucket has not taken it within {ENOUGH_S:g} s"
             return json.loads(self._process.stdout.readline())
         except (OSError, ValueError) as error:
