@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_metrics_report_interval_ms": "3000",
+    "RAY_metrics_report_interval_ms": "1000",
     "RAY_START_HOOK": "tests.cluster.job_cluster.leave_out",
 }
 
@@ -96,11 +96,8 @@ class JobCluster:
 
 
 def leave_out(options: RayParams, is_head: bool) -> None:
-    """Ray calls it in `ray start`: nobody asks the server of Ray's client, nobody adds nodes, and
-    what workers print is not copied to drivers, which do not ask for it."""
+    """Ray calls it in `ray start`: nobody asks the server of Ray's client."""
     options.ray_client_server_port = None
-    options.no_monitor = True
-    options.include_log_monitor = False
 
 
 def answers(url: str) -> bool:

@@ -191,7 +191,7 @@ def assert_is_metered(cluster) -> None:
     deadline, size = time.monotonic() + 120, re.compile(r"^ray_elastic_world_size{.*} 2\.0$", re.M)
     while (found := size.search(metrics := read(f"{cluster.metrics}/metrics"))) is None:
         assert time.monotonic() < deadline, [x for x in metrics.splitlines() if "elastic" in x]
-        time.sleep(0.5)  # polling, bounded by the deadline: each look is work for Ray's agent
+        time.sleep(0.2)  # polling, bounded by the deadline
     assert 'run="run"' in found[0]
     assert 'run_id="' in found[0]
     assert "\nray_elastic_step{" in metrics
