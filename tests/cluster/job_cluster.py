@@ -1,6 +1,7 @@
 """A Ray head with its job server on the loopback, which a laptop reaches by HTTP only."""
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -70,8 +71,12 @@ class JobCluster:
         agent = f"http://127.0.0.1:{ports[2]}/api/local_raylet_healthz"  # who starts the jobs
         while not (answers(f"{self.address}/api/version") and answers(agent)):
             assert self._process.poll() is None, (self._temp / "said").read_text()
-            assert time.monotonic() < deadline, (self._temp / "said").read_text()
+            assert time.monotonic() < deadline, self._agents_log()
             time.sleep(0.1)  # polling, bounded by the deadline
+
+    def _agents_log(self) -> str:
+        found = sorted(self._temp.glob("session_2*/logs/dashboard_agent.log"))
+        return found[-1].read_text()[-5000:] if found else "it has none"
 
     def lose(self) -> None:
         """All its processes die at once: they are those whose command line names its folder."""
@@ -116,8 +121,11 @@ def make_environment(folder: Path) -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+    """None of those that connections are given, one of which would have it before Ray listens there
+    (its agent goes on without, and no job can be submitted); and none of Ray's workers'."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found = [*found, port] if port not in found else found
+    return found
