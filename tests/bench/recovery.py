@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ def baseline(storage: Path, steps: int) -> tuple[str, float]:
     """The uninterrupted run: its hash and its median step."""
     with elastic_run(storage, "calm", workers=WORKERS, steps=steps, **OPTIONS) as run:
         result = run.finish(600)
-        seconds = [line["step_s"] for line in run.metrics()[WARM_STEPS:]]
-    return result["weights_sha256"], statistics.median(seconds)
+        times = [line["time"] for line in run.metrics()[WARM_STEPS:]]
+    return result["weights_sha256"], median_step(times)
 
 
 def kill_at_random(run: Run, dice: random.Random) -> tuple[float, int]:
@@ -92,8 +93,8 @@ def kills_of_a_run(
         recovered = next(
             line for line in lines if line["generation"] > generation and line["time"] > killed_at
         )
-        before = [line["step_s"] for line in lines if line["generation"] == generation]
-        usual = statistics.median(before[1:] or [line["step_s"] for line in lines])
+        before = [line["time"] for line in lines if line["generation"] == generation]
+        usual = median_step(before[1:]) or median_step([line["time"] for line in lines])
         seconds.append(recovered["time"] - killed_at - usual)
     found = {
         "lost_steps": result["lost_steps"],
@@ -102,6 +103,11 @@ def kills_of_a_run(
     }
     console.print(f"run {number}: {[round(s, 3) for s in seconds]} s, {result['recoveries']}")
     return seconds, found
+
+
+def median_step(times: list[float]) -> float:
+    """Seconds from a commit to the next one; 0 where there are not two."""
+    return statistics.median([b - a for a, b in pairwise(times)] or [0.0])
 
 
 def against_peer(module: str, kill_at: int, seconds: list[float]) -> dict[str, str]:

@@ -108,7 +108,10 @@ def loader_of(settings: dict[str, Any], dataset: Any, num_ranks: int) -> Any:
     if settings.get("shard"):
         return OfShard(num_ranks)
     loader = DataLoader(
-        dataset, batch_size=BATCH, shuffle=True, num_workers=settings.get("loaders", 0)
+        dataset,
+        batch_size=settings.get("batch", BATCH),
+        shuffle=True,
+        num_workers=settings.get("loaders", 0),
     )
     return ray.train.torch.prepare_data_loader(loader)
 

@@ -261,7 +261,7 @@ def test_buffers_are_the_lowest_ranks():
     def script(index: int) -> Any:
         net = nn.BatchNorm1d(3)
         model = DistributedDataParallel(net)
-        dist.group.WORLD.course.add_samples(1.0)  # type: ignore[union-attr]
+        dist.group.WORLD.course.add_samples(1, 1)  # type: ignore[union-attr]
         torch.manual_seed(index)
         for step in range(4):
             if (index, step) == (1, 2):

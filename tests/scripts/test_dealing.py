@@ -34,6 +34,7 @@ def test_without_a_loss_the_batches_are_those_of_distributed_sampler(
         assert len(batches) == plan.iterations
         shares = [[order[p] for p in plan.share(i, rank)] for i in range(plan.iterations)]
         assert shares == batches
+        assert [plan.usual(i) for i in range(plan.iterations)] == [len(b) for b in batches]
 
 
 class Member:

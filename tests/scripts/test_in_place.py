@@ -99,8 +99,12 @@ def unused(place: Path, uses: torch.Tensor) -> int:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"validates": True}, pytest.param({"shard": True}, marks=pytest.mark.slow)],
-    ids=["loaders", "rows of a shard"],
+    [
+        {"validates": True, "batch": 7},
+        pytest.param({"accumulate": 3}, marks=pytest.mark.slow),
+        pytest.param({"shard": True}, marks=pytest.mark.slow),
+    ],
+    ids=["loaders, the last batches are smaller", "three together", "rows of a shard"],
 )
 def test_without_a_loss_the_bits_are_those_of_stock_ddp(tmp_path, settings):
     losses = []

@@ -66,7 +66,7 @@ def alone() -> Iterator[Course]:
     """Within, a script of a lone rank runs in place."""
     group = DefaultGroup(Alone("units"))
     course = group.course = Course("units", group, Listening())
-    course.add_samples(1.0)  # what is drawn from no loader is told after some units only
+    course.add_samples(1, 1)  # what is drawn from no loader is told after some units only
     with as_default(group), standing_in(course, Loaders(course)):
         yield course
 

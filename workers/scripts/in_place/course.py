@@ -91,7 +91,7 @@ class Stands(Protocol):
 class Learns(Protocol):
     """A model whose gradients meet."""
 
-    def add_samples(self, weight: float) -> None: ...
+    def add_samples(self, num: int, usual: float) -> None: ...
     def has_others(self) -> bool: ...
 
 
@@ -213,13 +213,14 @@ class Course:
         self.training.suspicion = self.training.suspicion or why
 
     # --- samples ------------------------------------------------------------------------------
-    def add_samples(self, weight: float) -> None:
-        """The script has a batch: 1 if it is of the script's own size."""
+    def add_samples(self, num: int, usual: float) -> None:
+        """The script has a batch. usual: as many as it would have of this iteration without a loss,
+        the same on all members."""
         self.training.num_without_samples = 0
         self.training.num_batches += 1
         for model in self.models:
             if (learns := model()) is not None:
-                learns.add_samples(weight)
+                learns.add_samples(num, usual)
 
     def note_order(self, number: int, digest: str) -> None:
         """Of the pass that a loader begins, to train: all members are to have the same one."""

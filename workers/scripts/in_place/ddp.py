@@ -7,7 +7,7 @@ end of `backward()`, in unit.py; `optimizer.step()` is the script's own.
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,14 @@ from workers.scripts.in_place.unit import Outcome, Part, SecondGradient, Unit
 from workers.torch_private.autograd import is_in_backward
 from workers.torch_private.c10d import list_buffers_anew
 from workers.torch_private.dispatch import tree_leaves
+
+
+class Samples(NamedTuple):
+    """Of a batch."""
+
+    num: int
+    usual: float
+    """As many it would have without a loss."""
 
 
 class Replica:
@@ -41,16 +49,17 @@ class Replica:
         course.models.append(weakref.ref(self))
         self._is_expected = False
         """The last forward was to be synchronised."""
-        self._weights: list[float] = []
-        """Of the batches of the forwards since the last unit."""
-        self._coming: list[float] = []
+        self._used: list[Samples] = []
+        """By the batches of the forwards since the last unit."""
+        self._coming: list[Samples] = []
         """Of the batches since the last forward with gradients."""
-        self._measured: list[float] = []
+        self._measured: list[Samples] = []
         """Of the newest batch, which has had a forward without gradients."""
         self._has_gradient = False
         """The backward at hand has brought one."""
         self.weight = 1.0
-        """What this member's part of the unit counts: 1 for a batch of the script's own size."""
+        """What this member's part of the unit counts: 1, and the bits are stock DDP's, if it has as
+        many samples as without a loss."""
         me: weakref.ref[Replica] = weakref.ref(self)  # what a hook holds is never collected
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(tell_gradient, me, index))
@@ -65,21 +74,22 @@ class Replica:
         learned = [p for name, p in named if p.requires_grad and name not in ignored]
         return not {id(p) for p in learned} <= self._own
 
-    def add_samples(self, weight: float) -> None:
+    def add_samples(self, num: int, usual: float) -> None:
         self._measured = []
-        self._coming.append(weight)
+        self._coming.append(Samples(num, usual))
 
-    def take_weights(self) -> None:
-        """Those of the batches so far; without a new one they are the last ones'."""
-        if self._weights:
-            self.weight, self._weights = sum(self._weights), []
+    def take_weight(self) -> None:
+        """Of the batches so far; without a new one it is the last ones'."""
+        if self._used:
+            self.weight = sum(s.num for s in self._used) / sum(s.usual for s in self._used)
+            self._used = []
 
     def before_forward(self) -> None:
         self.course.check()
         if torch.is_grad_enabled():
             self._backward.forget()
             self.course.begin_forward()
-            self._weights += self._coming or self._measured
+            self._used += self._coming or self._measured
             self._coming, self._measured = [], []
             return
         self.course.measure()
@@ -95,7 +105,7 @@ class Replica:
                     leaf.register_hook(self._begin_backward)
 
     def begin_unit(self) -> None:
-        self.take_weights()
+        self.take_weight()
         self._has_gradient = False
         self.unit.begin(self.course.group.inner, self._part())
 

@@ -106,6 +106,13 @@ class Plan:
         """The positions that a member uses in an iteration."""
         return self.stretch_of(iteration).share(iteration, member)
 
+    def usual(self, iteration: int) -> float:
+        """Samples of a member in an iteration, without a loss: fewer in the last one."""
+        stretch = self.stretch_of(iteration)
+        if isinstance(stretch, Regular):
+            return len(stretch.whole(iteration)) / len(stretch.members)
+        return self.shape.batch_size
+
     def num_used(self, iteration: int, members: Sequence[int]) -> int:
         """The positions that these use in an iteration, of those that it was dealt for."""
         stretch = self.stretch_of(iteration)

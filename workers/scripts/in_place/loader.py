@@ -270,7 +270,7 @@ class Pass:
             self.delivered, is_training = self._held.popleft()
             size = len(self._plan.share(self.delivered, self._course.member))
             if is_training:
-                self._course.add_samples(size / self._plan.shape.batch_size)
+                self._course.add_samples(size, self._plan.usual(self.delivered))
                 self._use.delivered_at = self._course.training.num_batches
 
     def measure(self) -> None:

@@ -121,7 +121,7 @@ class ShardPass(Pass):
         self._use.is_training = has_gradients and not self.is_measured
         if has_gradients:
             size = length(portion.share(self._course.member))
-            self._course.add_samples(size / self._batch_size)
+            self._course.add_samples(size, self._batch_size)
             self._use.delivered_at = self._course.training.num_batches
 
     def end(self, portion: Portion) -> None:
