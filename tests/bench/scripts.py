@@ -4,12 +4,15 @@ Each pair runs the same file (script_job.py) once under each, in processes of th
 command to first step, by `elastic run` and by the import of elastic.ray_train; SIGKILL of rank 1 to
 the first step of the new call (level 0) or to the next applied step less one step (level 1), and
 steps redone; the median step without faults, and how far the losses of all steps differ; 1,000
-reports without a checkpoint. Ray Train is tuned as in ray_train.py. What 20 calls leave behind is
-tests/scripts/test_called_often.py's.
+reports without a checkpoint. Ray Train is tuned as in ray_train.py. Reports through kills and the
+time that a join takes are measured without a peer (script_reports.py). What 20 calls leave behind
+is tests/scripts/test_called_often.py's.
     python -m tests.bench.scripts --pairs 9 --workers 3
     python -m tests.bench.scripts --pairs 9 --level 0
     python -m tests.bench.scripts --pairs 3 --only reports
     python -m tests.bench.scripts --only start
+    python -m tests.bench.scripts --only kept --workers 4 --kills 50
+    python -m tests.bench.scripts --only join --workers 3 --pairs 9
 """
 
 import argparse
@@ -27,6 +30,7 @@ from typing import Any
 
 from tests.bench.harness import REPOSITORY, console, environment, lines_of, machine, record
 from tests.bench.ray_train import TUNED, figures, kill_one
+from tests.bench.script_reports import OURS, measure_join, measure_kept
 
 SCRIPT = REPOSITORY / "tests" / "bench" / "script_job.py"
 REPORTS = 1000
@@ -98,7 +102,6 @@ def recovery(marks: list[dict[str, Any]], at: float, step_s: float) -> dict[str,
     }
 
 
-OURS = [sys.executable, "-m", "elastic", "run"]
 BY_IMPORT = [
     sys.executable,
     "-c",
@@ -115,7 +118,7 @@ def medians(found: list[dict[str, Any]], key: str) -> str:
 
 
 def measure_kill(pairs: int, workers: int) -> dict[str, str]:
-    def killed(command: list[str]) -> dict[str, Any]:
+    def killed(command: Sequence[str]) -> dict[str, Any]:
         return run(command, steps=400, workers=workers, kill_at=150)
 
     ours, theirs = in_turn(pairs, lambda: killed(OURS), lambda: killed(THEIRS))
@@ -136,7 +139,7 @@ def measure_kill(pairs: int, workers: int) -> dict[str, str]:
 
 
 def measure_calm(pairs: int, workers: int) -> dict[str, str]:
-    def calm(command: list[str]) -> dict[str, Any]:
+    def calm(command: Sequence[str]) -> dict[str, Any]:
         return run(command, steps=600, workers=workers)
 
     ours, theirs = in_turn(pairs, lambda: calm(OURS), lambda: calm(THEIRS))
@@ -190,6 +193,8 @@ MEASURES: dict[str, Callable[[int, int], dict[str, str]]] = {
     "calm": measure_calm,
     "reports": measure_reports,
     "start": measure_start,
+    "kept": measure_kept,
+    "join": measure_join,
 }
 
 
@@ -211,6 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=50, help="of `kept`")
     parser.add_argument("--level", choices=("0", "1"), default="1")
     parser.add_argument("--only", choices=MEASURES)
     given = parser.parse_args()
@@ -218,8 +224,9 @@ def main() -> None:
     about = machine(given.workers)
     for name, measure in MEASURES.items():
         if given.only in (None, name):
-            results = measure(given.pairs, given.workers)
-            setting = f"{name}: script_job.py, {given.workers} workers, {given.pairs} pairs"
+            times = given.kills if name == "kept" else given.pairs
+            results = measure(times, given.workers)
+            setting = f"{name}: {given.workers} workers, {times} times"
             record(f"scripts, level {given.level}", about=about, setting=setting, results=results)
 
 
