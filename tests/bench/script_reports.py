@@ -1,8 +1,8 @@
 """What becomes of a script's reports when workers are killed, and how long it stands still when one
 joins: the runs of `scripts.py --only kept` and `--only join`.
 
-The script is script_reports_job.py, unmodified, on a real Ray. Kept: whatever report has returned on
-any rank must be in reports.jsonl, each call must begin at the newest of those or later, and the
+The script is script_reports_job.py, unmodified, on a real Ray. Kept: whatever report has returned
+on any rank must be in reports.jsonl, each call must begin at the newest of those or later, and the
 checkpoints that are named at the end must be what was reported. Join: from the last step of the
 smaller group to the first one of the larger, against the function's own time to its first step in
 the run's first call, when all its processes are new.

@@ -18,6 +18,7 @@ from workers.distributed.device_wait import mark, wait_for
 from workers.distributed.pending import Settling
 from workers.distributed.process_group import Group
 from workers.scripts.in_place.buckets import Bucket, Limits, at_first, rebuilt
+from workers.scripts.in_place.rule import SECOND_GRADIENT
 from workers.torch_private.tensors import copy_all_, multiply_all_
 
 
@@ -113,10 +114,7 @@ class Unit:
         number = self._bucket_of[index]
         if index in attempt.heard:
             if number < len(attempt.sums):
-                attempt.failure = SecondGradient(
-                    "a parameter got a second gradient in one backward after the first was sent; "
-                    "use checkpoint(use_reentrant=False)"
-                )
+                attempt.failure = SecondGradient(SECOND_GRADIENT.why)
             return
         attempt.heard.add(index)
         attempt.missing[number] -= 1
