@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from workers.scripts.in_place import rule
 from workers.scripts.in_place.rule import OBSTACLES, Clause
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +35,6 @@ def test_nobody_makes_up_a_reason_of_his_own(file):
 
 def test_each_obstacle_is_met_somewhere_and_each_clause_has_some():
     texts = [file.read_text() for file in FILES if file.name != "rule.py"]
-    from workers.scripts.in_place import rule
-
     names = [name for name, value in vars(rule).items() if value in OBSTACLES]
     assert len(names) == len(OBSTACLES)
     assert [name for name in names if not any(name in text for text in texts)] == []
