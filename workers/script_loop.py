@@ -27,7 +27,7 @@ from workers.membership.unwinding import lost_peer_in
 from workers.scripts import randomness
 from workers.scripts.afresh import forget_accelerate, give_back_memory, no_start_method
 from workers.scripts.default_group import DefaultGroup, as_default
-from workers.scripts.epochs import Epochs
+from workers.scripts.epochs import Epochs, current
 from workers.scripts.in_place import trial
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.loader import Loaders
@@ -155,10 +155,10 @@ class Call:
             stack.enter_context(as_default(self.group))
             before = self.reports.unrecorded_until(self.trained.steps)
             self.tell_steps(ScriptSteps(self.generation, self.trained.steps, before))
+            if self._num_calls:
+                self._tell_again()
             if self.not_in_place:
                 self.say_level(0, self.not_in_place)
-                if self._num_calls and self.rank == 0 and self.not_in_place != NOT_HIGHER:
-                    print(f"elastic: called again at level 0: {self.not_in_place}", flush=True)
             else:
                 stack.enter_context(self._in_place(self.group))
             stack.enter_context(self.loop.installed(self))
@@ -168,6 +168,16 @@ class Call:
         if self.loaders is not None:
             self.loaders.end()
         self._end(value, epochs)
+
+    def _tell_again(self) -> None:
+        """What the script's output has of it, once."""
+        if self.rank:
+            return
+        if self.not_in_place and self.not_in_place != NOT_HIGHER:
+            print(f"elastic: called again at level 0: {self.not_in_place}", flush=True)
+        if self.size < self.most_ranks:
+            of = f"{self.size} of {self.most_ranks} workers"
+            print(f"elastic: called again on {of}; {self.how_it_grows}", flush=True)
 
     # --- going on in place --------------------------------------------------------------------
     def _in_place(self, group: DefaultGroup) -> AbstractContextManager[None]:
@@ -213,6 +223,21 @@ class Call:
     def unwind(self) -> NoReturn:
         self._unwinding.tell()
         raise StepCancelled
+
+    def end_unit(self) -> None:
+        self._member.vitals.tell_own(self._roll_call.take_own_s())
+
+    @property
+    def how_it_grows(self) -> str:
+        counted = current()
+        if self.reports.has_epochs or (counted is not None and counted.has_begun):
+            return "new ones enter at the end of an epoch"
+        if self._reporting.told.newest is not None:
+            return "new ones enter at the next report with a checkpoint"
+        return (
+            "it has reported no checkpoint, and until it does no new one enters: `for epoch in "
+            "elastic.torch.epochs(n)` lets them"
+        )
 
     # --- what the script's calls come to ------------------------------------------------------
     @property

@@ -57,6 +57,10 @@ class Listening:
         self.steps += said.steps
         return NONE_APPLIED
 
+    how_it_grows = "nobody enters"
+
+    def end_unit(self) -> None: ...
+
     def unwind(self) -> NoReturn:
         raise StepCancelled
 

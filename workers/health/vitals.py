@@ -112,6 +112,7 @@ class Vitals:
         self._collective = (0, 0, 0, b"")
         self._own_now_s, self._own_steps, self._own_s = 0.0, 0, 0.0
         self._own: deque[float] = deque(maxlen=_OWN_WINDOW)
+        self._is_own_told = False
         self.generation, self.step = 0, 0
         self.anatomy = Anatomy(clock)
         self._write()
@@ -139,7 +140,18 @@ class Vitals:
     def end_step(self, num_microbatches: float) -> None:
         """This rank has done its own part, and goes on to what all do together. num_microbatches:
         so many whole ones took as long, 0 if it had no part."""
-        self._own.append(self._own_now_s / (num_microbatches or 1))
+        if not self._is_own_told:
+            self._count_own(self._own_now_s / (num_microbatches or 1))
+
+    def tell_own(self, own_s: float) -> None:
+        """A script's own part of one of its steps took so long: what the engine's steps around it
+        take says nothing."""
+        self._is_own_told = True
+        self._count_own(own_s)
+        self._pack()
+
+    def _count_own(self, own_s: float) -> None:
+        self._own.append(own_s)
         self._own_steps += 1
         self._own_s = statistics.median(self._own)
 

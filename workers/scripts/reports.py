@@ -155,6 +155,11 @@ class Reports:
             found = self._content(manifest_of(newest))
         return Trained(**found.get("trained", {}))
 
+    @property
+    def has_epochs(self) -> bool:
+        """The script counts them by ours, and one has ended."""
+        return self.folder.exists(f"{MANIFESTS}/{EPOCHS}")
+
     def _content(self, name: str) -> dict[str, Any]:
         """Of a file of JSON, {} if there is none."""
         return json.loads(self.folder.read(name)) if self.folder.exists(name) else {}

@@ -60,6 +60,15 @@ class Regrouping(Recording, Protocol):
         """The script is to be called again. Raises StepCancelled."""
         ...
 
+    def end_unit(self) -> None:
+        """Gradients have met."""
+        ...
+
+    @property
+    def how_it_grows(self) -> str:
+        """When new ranks enter, in words."""
+        ...
+
 
 class Stands(Protocol):
     """A loader that deals."""
@@ -233,6 +242,7 @@ class Course:
     def end_unit(self, size: int, num_refusing: int) -> None:
         """What was delivered before its forward has counted, the part of every member. size: so
         many have had one. num_refusing: members that have news."""
+        self._regrouping.end_unit()
         has_all = size == len(self.members)
         members = self.members if has_all else self.operations.members_before
         used = [loader.count(is_training=True, members=members) for loader in self.loaders]
@@ -473,7 +483,8 @@ class Course:
         if self.group.rank() == 0:
             print(
                 f"elastic: a rank is lost, and the script goes on in place with "
-                f"{len(self.members)} of {self.num_ranks} ranks. Whatever it has kept of "
+                f"{len(self.members)} of {self.num_ranks} ranks; "
+                f"{self._regrouping.how_it_grows}. Whatever it has kept of "
                 f"torch.distributed.get_world_size() is {self.num_ranks} still: a loss or a "
                 "metric that is scaled by it is wrong from here on",
                 file=sys.stderr,
