@@ -50,6 +50,11 @@ class Portion:
     missing: Spans = ()
     """Positions before that which are dealt later; or never, where the pass is over."""
 
+    def weight(self, reader: int) -> float:
+        """What a reader's share counts, by positions: 1 if all have as many."""
+        num = length(self.spans)
+        return length(self.share(reader)) * len(self.readers) / num if num else 0.0
+
     def share(self, reader: int) -> Spans:
         """As many positions as any other reader has, or one more."""
         index, num, size = self.readers.index(reader), len(self.readers), length(self.spans)

@@ -162,7 +162,7 @@ def test_what_is_not_read_in_batches_is_not_dealt_again(course, utils):
 def test_too_few_rows_at_the_end_of_a_pass_have_the_script_called_again(course, utils):
     course.member, course.members = 0, (0, 1, 2)
     dealer = cast(Any, (shard_of(utils), course.loaders[0])[1])
-    begun = dealer.begin_shared(0, (), BATCH)
+    begun = dealer.begin_shared(0, ())
     begun.lose(Loss((0, 1, 2), (0, 2), 0, -1))
     end = Portion(1, (), (0, 2), 12, (range(8, 9),))
     with pytest.raises(StepCancelled, match="1 rows, too few"):

@@ -78,7 +78,7 @@ class Course(Protocol):
         """Who is left, in the order of today's ranks."""
         ...
 
-    def begin_shared(self, row: int, missing: Spans, batch_size: int) -> "Pass":
+    def begin_shared(self, row: int, missing: Spans) -> "Pass":
         """A pass that all share, from its row on."""
         ...
 
@@ -376,7 +376,7 @@ class Shard(DataIterator):
             return Alone(Portion(-1, (), (self._seat.rank,), place.row, missing))
         if course is not None:
             if wish.batch_size is not None and not wish.is_row_by_row:
-                return course.begin_shared(place.row, missing, wish.batch_size)
+                return course.begin_shared(place.row, missing)
             course.refuse_unbatched()
         return Alone(Portion(-1, (), self._readers, place.row, missing))
 

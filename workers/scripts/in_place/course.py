@@ -211,7 +211,7 @@ class Course:
 
     # --- samples ------------------------------------------------------------------------------
     def add_samples(self, weight: float) -> None:
-        """The script has a batch: 1 if it is of the script's own size."""
+        """The script has a batch: 1 if all members have as many samples."""
         self.training.num_without_samples = 0
         self.training.num_batches += 1
         for model in self.models:

@@ -50,7 +50,7 @@ class Replica:
         self._has_gradient = False
         """The backward at hand has brought one."""
         self.weight = 1.0
-        """What this member's part of the unit counts: 1 for a batch of the script's own size."""
+        """What this member's part of the unit counts: 1 if all have as many samples."""
         me: weakref.ref[Replica] = weakref.ref(self)  # what a hook holds is never collected
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(tell_gradient, me, index))
@@ -70,9 +70,9 @@ class Replica:
         self._coming.append(weight)
 
     def take_weights(self) -> None:
-        """Those of the batches so far; without a new one they are the last ones'."""
+        """That of the batches so far; without a new one it is the last ones'."""
         if self._weights:
-            self.weight, self._weights = sum(self._weights), []
+            self.weight, self._weights = sum(self._weights) / len(self._weights), []
 
     def before_forward(self) -> None:
         self.course.check()

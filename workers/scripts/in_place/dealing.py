@@ -106,6 +106,12 @@ class Plan:
         """The positions that a member uses in an iteration."""
         return self.stretch_of(iteration).share(iteration, member)
 
+    def weight(self, iteration: int, member: int) -> float:
+        """What a member's share counts, by samples: 1 if all have as many."""
+        stretch = self.stretch_of(iteration)
+        num = len(stretch.whole(iteration))
+        return len(stretch.share(iteration, member)) * len(stretch.members) / num if num else 0.0
+
     def num_used(self, iteration: int, members: Sequence[int]) -> int:
         """The positions that these use in an iteration, of those that it was dealt for."""
         stretch = self.stretch_of(iteration)

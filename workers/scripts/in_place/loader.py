@@ -182,9 +182,8 @@ class LoaderPass(Pass):
         """The script has the next batch that was drawn."""
         if self._held:
             self.delivered, is_training = self._held.popleft()
-            size = len(self._plan.share(self.delivered, self._course.member))
             if is_training:
-                self._give(size, self._plan.shape.batch_size)
+                self._give(self._plan.weight(self.delivered, self._course.member))
 
     def _num_used(self, iteration: int, members: Sequence[int]) -> int:
         return self._plan.num_used(iteration, members)

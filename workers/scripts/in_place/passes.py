@@ -66,9 +66,9 @@ class Pass:
         self._use.is_training = has_gradients and not self.is_measured
         return has_gradients
 
-    def _give(self, size: int, batch_size: int) -> None:
-        """The script has so many samples to train on. batch_size: its own."""
-        self._course.add_samples(size / batch_size)
+    def _give(self, weight: float) -> None:
+        """The script has a batch to train on. weight: 1 if all members have as many samples."""
+        self._course.add_samples(weight)
         self._use.delivered_at = self._course.training.num_batches
 
     def measure(self) -> None:

@@ -42,12 +42,12 @@ class ShardDealer(Dealer["ShardPass"]):
         """Who is left, in the order of today's ranks."""
         return self._course.members
 
-    def begin_shared(self, row: int, missing: Spans, batch_size: int) -> "ShardPass":
+    def begin_shared(self, row: int, missing: Spans) -> "ShardPass":
         """The next pass, from its row on."""
         losses = self._begin()
         members = losses[0].before if losses else self._course.members
         last = Portion(-1, (), members, row, missing)
-        self._pass = begun = ShardPass(self, self._course, last, batch_size, losses)
+        self._pass = begun = ShardPass(self, self._course, last, losses)
         return begun
 
     def lose(self, index: int, number: int, loss: Loss) -> None:
@@ -74,13 +74,12 @@ class ShardPass(Pass):
         dealer: ShardDealer,
         course: Course,
         last: Portion,
-        batch_size: int,
         losses: Sequence[Loss],
     ) -> None:
         """last: what is before the first portion. losses: those that others have met in this
         pass."""
         super().__init__(course)
-        self._dealer, self._batch_size = dealer, batch_size
+        self._dealer = dealer
         self._num_losses = course.operations.num_losses
         self.standing = Standing(last, losses)
         self._has_losses = bool(losses)
@@ -93,7 +92,7 @@ class ShardPass(Pass):
         self.standing.deliver(portion)
         self.delivered = portion.iteration
         if self._draw(portion.iteration):
-            self._give(length(portion.share(self._course.member)), self._batch_size)
+            self._give(portion.weight(self._course.member))
 
     def end(self, portion: Portion) -> None:
         """The script has had all. StepCancelled if rows of a rank that was lost in this pass have

@@ -27,7 +27,7 @@ class Part:
     """What a member brings to a unit besides its gradients."""
 
     weight: float
-    """1 for a batch of the script's own size."""
+    """By samples: 1 if all have as many."""
     refuses: bool = False
     """It has news that the others have not heard: that it cannot go on in place, for one."""
 
@@ -182,7 +182,7 @@ class Unit:
         attempt = self._attempt
         assert attempt is not None
         share = outcome.size / outcome.weight
-        """1 where all had batches of the script's own size: the bits are stock DDP's then."""
+        """1 where all had as many samples: the bits are stock DDP's then."""
         unused = set(outcome.unused)
         for bucket, (_, views) in zip(self._buckets, attempt.sums, strict=True):
             means = [
