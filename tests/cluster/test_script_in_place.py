@@ -102,7 +102,8 @@ def test_reports_and_steps_have_no_gap_though_controller_and_rank_0_are_killed_t
     ends = [torch.load(file) for file in sorted(tmp_path.glob("end-*.pt"))]
     for end in ends:
         assert end["uses"].tolist() == [EPOCHS] * counting.SAMPLES
-        assert end["steps"] == NUM_STEPS * EPOCHS
+        for count in ("steps", "planned", "of_schedule", "of_optimizer"):
+            assert end[count] == NUM_STEPS * EPOCHS
         assert all(torch.equal(torch.as_tensor(end[k]), torch.as_tensor(ends[0][k])) for k in end)
     steps = [line["step"] for line in read(directory / "metrics.jsonl")]
     assert steps == list(range(1, NUM_STEPS * EPOCHS + 1))
