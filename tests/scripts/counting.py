@@ -96,7 +96,7 @@ def count_uses(settings: dict[str, Any]) -> str:
             ray.train.report(metrics, checkpoint=saved)
     state = {k: v.clone() for k, v in net.state_dict().items()}
     state |= {"steps": step, "lr": optimizer.param_groups[0]["lr"], "planned": num_steps}
-    state["of_optimizer"] = optimizer.state[net.learned()[0]]["step"]
+    state["of_optimizer"] = int(optimizer.state[net.learned()[0]]["step"])
     state["of_schedule"] = schedule.last_epoch + 1  # the last step needs no next rate
     torch.save(state, place / f"end-{member}.pt")
     return "counted"
