@@ -325,8 +325,8 @@ def test_the_command_gives_all_settings_but_the_place():
 
 
 def test_what_a_script_commits_and_may_lose_are_reports():
-    empty = Steps({"step": np.array([])}, {})
-    record = RunRecord("r", {}, {"level": 0, "step": 3}, {}, {}, empty, empty, None, [], None, Samples())
+    empty, status = Steps({"step": np.array([])}, {}), {"level": 0, "step": 3}
+    record = RunRecord("r", {}, status, {}, {}, empty, empty, None, [], None, Samples())
     assert (how_far(record), lost(record, 1)) == ("3 reports with a checkpoint", "1 report lost")
     stepped = replace(record, steps=Steps({"step": np.array([7.0])}, {}))
     assert how_far(stepped) == "step 7"

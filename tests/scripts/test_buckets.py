@@ -1,5 +1,5 @@
-"""Sums of three ranks have the bits of stock DDP, whose buckets are cut in the same places, also where
-a pass ends with a smaller batch."""
+"""Sums of three ranks have the bits of stock DDP, whose buckets are cut in the same places; also at
+the end of a pass, where batches are smaller."""
 
 from contextlib import nullcontext
 from typing import Any
