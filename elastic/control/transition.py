@@ -33,6 +33,7 @@ from elastic.control.events import (
     Paused,
     Report,
     Resized,
+    Stepped,
     StillSaving,
     StopRequested,
     Suspended,
@@ -369,6 +370,8 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
             return False  # a step that a lost member has committed is committed
         return phase.membership.workers[event.rank] in lost_members(phase)
     match event:
+        case Stepped():
+            return True
         case DrainNotice(worker=w, deadline=deadline) if w in ledger.leaving:
             return any(n.worker == w and n.gone_at <= deadline for n in ledger.notices)
         case WorkerLost(worker=w) | UserFailed(worker=w) | DrainNotice(worker=w):
