@@ -155,9 +155,9 @@ def account(so_far: Account, event: Event, before: Decision, decision: Decision)
             entry = hear_late(entry, event.step_s)
         if isinstance(phase, Running | Pausing):
             entry = take_step(entry, event, now)
-    if isinstance(event, Stepped) and event.generation == generation:
-        if has_stepped := isinstance(phase, Running | Pausing):
-            entry = take_time(entry, now)
+    is_at_work = isinstance(phase, Running | Pausing)
+    if isinstance(event, Stepped) and event.generation == generation and is_at_work:
+        has_stepped, entry = True, take_time(entry, now)
     if type(decision.phase) is not type(phase) or decision.ledger.generation != generation:
         entry = leave_phase(entry, event, phase, decision.phase, now)
     return heal(entry, event, decision, has_stepped, now)
@@ -171,8 +171,8 @@ def take_step(entry: Account, event: Committed, now: float) -> Account:
 
 def take_time(entry: Account, now: float, idle_s: float = 0.0) -> Account:
     """It was work, but for so much of it."""
-    worked_s = now - entry.since - idle_s
-    entry = replace(entry, goodput_s=entry.goodput_s + worked_s, since=now)
+    goodput_s = entry.goodput_s + (now - entry.since) - idle_s
+    entry = replace(entry, goodput_s=goodput_s, since=now)
     return spend(entry, "idle", idle_s) if idle_s else entry
 
 

@@ -5,6 +5,7 @@ scaling.py, recovery.py and shutdown.py.
 """
 
 from dataclasses import replace
+from typing import get_args
 
 from elastic.control.checkpointing import (
     ask_to_save,
@@ -122,6 +123,7 @@ IGNORED: dict[tuple[type, type], str] = {
     (Finished, Resized): OVER,
     (Finished, Cancelled): OVER,
     (Finished, Tick): OVER,
+    **{(phase, Stepped): "it says where time goes" for phase in get_args(Phase)},
 }
 """Pairs that carry no news, and why. Everything else must have a case."""
 
@@ -370,8 +372,6 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
             return False  # a step that a lost member has committed is committed
         return phase.membership.workers[event.rank] in lost_members(phase)
     match event:
-        case Stepped():
-            return True
         case DrainNotice(worker=w, deadline=deadline) if w in ledger.leaving:
             return any(n.worker == w and n.gone_at <= deadline for n in ledger.notices)
         case WorkerLost(worker=w) | UserFailed(worker=w) | DrainNotice(worker=w):

@@ -272,7 +272,7 @@ def test_optimizers_and_models_that_ranks_share_are_refused(course):
 )
 def test_what_only_torchs_own_reducer_can_do_is_refused(course, net, settings, obstacle):
     if obstacle is rule.DELAYED:
-        settings = {"delay_all_reduce_named_params": [("weight", net.weight)]}
+        settings: Any = {"delay_all_reduce_named_params": [("weight", net.weight)]}
         settings["param_to_hook_all_reduce"] = net.bias
     with suppress(Exception):  # it has no group of its own kind here, and is heard of before
         DistributedDataParallel(net, **settings)

@@ -142,9 +142,7 @@ OTHER_RANKS = Obstacle(
     Clause.STATE,
     "ranks are other members' since the script has called a collective that names some",
 )
-AFTER_A_LOSS = Obstacle(
-    Clause.STATE, "with fewer ranks than it was called with, the script met {}"
-)
+AFTER_A_LOSS = Obstacle(Clause.STATE, "with fewer ranks than it was called with, the script met {}")
 
 OBSTACLES = tuple(found for found in vars().copy().values() if isinstance(found, Obstacle))
 """In the order in which docs/your-script.md has them."""
