@@ -24,6 +24,7 @@ from elastic.control import accounting
 from elastic.protocol import reports
 from elastic.protocol.mesh import Parallel
 from elastic.protocol.timeouts import UNLIMITED_S, Timeouts, timeouts_of
+from workers.scripts.in_place import rule
 
 FOLDER = Path(__file__).resolve().parent
 NOTE = "<!-- Made by docs/generate.py from the code. Do not edit this page. -->\n"
@@ -278,6 +279,19 @@ def architecture_page() -> str:
     return before + begin + "\n" + table(("folder", "what lives there"), rows) + "\n" + end + after
 
 
+# --- the rule of level 1 -------------------------------------------------------------------
+def script_page() -> str:
+    """The page as it is, but for what does not meet the rule."""
+    text = "\n"
+    for clause in rule.Clause:
+        told = [o.docs for o in rule.OBSTACLES if o.clause is clause and o.docs]
+        text += f"{clause.value}. Not so with\n\n" + "".join(f"- {docs};\n" for docs in told)
+        text = text.removesuffix(";\n") + ".\n\n"
+    before, begin, rest = (FOLDER / "your-script.md").read_text().partition("<!-- rule -->\n")
+    _, end, after = rest.partition("<!-- /rule -->\n")
+    return before + begin + text + end + after
+
+
 def pages() -> dict[str, str]:
     made = {
         "architecture.md": architecture_page(),
@@ -285,6 +299,7 @@ def pages() -> dict[str, str]:
         "configuration.md": configuration_page(),
         "python.md": python_page(),
         "words.md": words_page(),
+        "your-script.md": script_page(),
     }
     return {name: text.rstrip("\n") + "\n" for name, text in made.items()}
 

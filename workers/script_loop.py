@@ -27,26 +27,18 @@ from workers.membership.unwinding import lost_peer_in
 from workers.scripts import randomness
 from workers.scripts.afresh import forget_accelerate, give_back_memory, no_start_method
 from workers.scripts.default_group import DefaultGroup, as_default
-from workers.scripts.epochs import Epochs
+from workers.scripts.epochs import Epochs, current
 from workers.scripts.in_place import trial
-from workers.scripts.in_place.course import AFTER_A_LOSS, Course
+from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.loader import Loaders
+from workers.scripts.in_place.rule import AFTER_A_LOSS
 from workers.scripts.in_place.seams import standing_in
 from workers.scripts.ranks import Place, environment_set, introduced
-from workers.scripts.reports import (
-    MANIFESTS,
-    File,
-    Reports,
-    Retention,
-    Told,
-    Trained,
-    brought_by,
-    new_name,
-    paths_in,
-)
+from workers.scripts.reporting import Reporting
+from workers.scripts.reports import MANIFESTS, Reports, Retention, Trained
 from workers.scripts.roll_call import RollCall
 from workers.scripts.unwinding import Unwinding, raised
-from workers.scripts.values import plain, returned
+from workers.scripts.values import returned
 from workers.session import Session, Step
 from workers.tracebacks import begun_outside
 
@@ -123,7 +115,7 @@ class Call:
         self._step: Step | None = self._next_step()
         self.generation = self._member.generation
         self.reports = reports
-        self._told = Told()
+        self._reporting = Reporting(self, reports, keeps_all_metrics=loop.keeps_all_metrics)
         self.group: DefaultGroup | None = None
         member = self._member
         self._roll_call = RollCall(member.link.send, lambda: (member.generation, member.rank))
@@ -147,8 +139,8 @@ class Call:
             said = introduced(inner, [spec.node or spec.host, spec.host, newest, trained, refusal])
         except PeerLost as error:
             raise self._lost(error) from error
-        _, master, self._told.newest, trained, _ = said[0]
-        self._told.trained = Trained(**trained)
+        _, master, self._reporting.told.newest, trained, _ = said[0]
+        self._reporting.told.trained = Trained(**trained)
         self.place = Place.of(inner.rank(), [node for node, *_ in said], master)
         self.not_in_place = next((why for *_, why in said if why), "")
         self.group = DefaultGroup(
@@ -163,10 +155,10 @@ class Call:
             stack.enter_context(as_default(self.group))
             before = self.reports.unrecorded_until(self.trained.steps)
             self.tell_steps(ScriptSteps(self.generation, self.trained.steps, before))
+            if self._num_calls:
+                self._tell_again()
             if self.not_in_place:
                 self.say_level(0, self.not_in_place)
-                if self._num_calls and self.rank == 0 and self.not_in_place != NOT_HIGHER:
-                    print(f"elastic: called again at level 0: {self.not_in_place}", flush=True)
             else:
                 stack.enter_context(self._in_place(self.group))
             stack.enter_context(self.loop.installed(self))
@@ -177,11 +169,22 @@ class Call:
             self.loaders.end()
         self._end(value, epochs)
 
+    def _tell_again(self) -> None:
+        """What the script's output has of it, once."""
+        if self.rank:
+            return
+        if self.not_in_place and self.not_in_place != NOT_HIGHER:
+            print(f"elastic: called again at level 0: {self.not_in_place}", flush=True)
+        if self.size < self.most_ranks:
+            of = f"{self.size} of {self.most_ranks} workers"
+            print(f"elastic: called again on {of}; {self.how_it_grows}", flush=True)
+
     # --- going on in place --------------------------------------------------------------------
     def _in_place(self, group: DefaultGroup) -> AbstractContextManager[None]:
         name = f"{self.run_id}/{self.generation}/{self._num_calls}"
         self.course = group.course = Course(name, group, self)
-        self.course.applied.begin_at(**asdict(self._told.trained), lines=self.reports.unrecorded)
+        trained = asdict(self._reporting.told.trained)
+        self.course.applied.begin_at(**trained, lines=self.reports.unrecorded)
         self.loaders = Loaders(self.course)
         self.say_level(0, "nothing is trained in DistributedDataParallel yet")
         return standing_in(self.course, self.loaders)
@@ -221,6 +224,21 @@ class Call:
         self._unwinding.tell()
         raise StepCancelled
 
+    def end_unit(self) -> None:
+        self._member.vitals.tell_own(self._roll_call.take_own_s())
+
+    @property
+    def how_it_grows(self) -> str:
+        counted = current()
+        if self.reports.has_epochs or (counted is not None and counted.has_begun):
+            return "new ones enter at the end of an epoch"
+        if self._reporting.told.newest is not None:
+            return "new ones enter at the next report with a checkpoint"
+        return (
+            "it has reported no checkpoint, and until it does no new one enters: `for epoch in "
+            "elastic.torch.epochs(n)` lets them"
+        )
+
     # --- what the script's calls come to ------------------------------------------------------
     @property
     def run_id(self) -> str:
@@ -249,7 +267,7 @@ class Call:
     def trained(self) -> Trained:
         """At level 0 nobody counts."""
         if self.course is None:
-            return self._told.trained
+            return self._reporting.told.trained
         return Trained(self.course.applied.steps, self.course.applied.samples)
 
     def tell_steps(self, said: ScriptSteps) -> AppliedRecord:
@@ -259,9 +277,9 @@ class Call:
 
     def say_level(self, level: int, reason: str) -> None:
         """At which level this call runs, and why at no higher one; all ranks may say it."""
-        self._told.level = ScriptLevel(self.generation, level, reason)
+        said = self._reporting.told.level = ScriptLevel(self.generation, level, reason)
         if self.rank == 0:
-            self._member.link.send(self._told.level)
+            self._member.link.send(said)
 
     def report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
         """All ranks call it alike. Returns once the checkpoint is published, by its name; None: no
@@ -270,10 +288,9 @@ class Call:
         source: the folder of this rank's files. name: the checkpoint's, if the script chooses it.
         """
         self.check()
-        self._told.num_reports += 1
         try:
             with self._roll_call.waiting("report()"):
-                return self._report(metrics, source, name)
+                return self._reporting.report(metrics, source, name)
         except PeerLost as error:
             raise self._lost(error) from error
 
@@ -283,14 +300,14 @@ class Call:
         self.check()
         try:
             with self._roll_call.waiting("elastic.torch.epochs()"):
-                self._commit(publish)
+                self.end_step(publish)
         except PeerLost as error:
             raise self._lost(error) from error
 
     def barrier(self) -> None:
         self.check()
         with self._roll_call.waiting("barrier()"):
-            self._gather(None)
+            self.gather(None)
 
     def broadcast(self, value: Any) -> Any:
         """The lowest rank's, on all of them."""
@@ -298,13 +315,13 @@ class Call:
         with self._roll_call.waiting("broadcast_from_rank_zero()"):
             while True:  # the lowest rank may be lost on the way
                 pickled = pickle.dumps(value).hex() if self.rank == 0 else ""
-                if found := next(iter(self._gather(pickled).values())):
+                if found := next(iter(self.gather(pickled).values())):
                     return pickle.loads(bytes.fromhex(found))
 
     def newest_checkpoint(self) -> str | None:
         """The name of the newest one that is what was reported; the same on all ranks."""
         self.check()
-        return self._told.newest
+        return self._reporting.told.newest
 
     @property
     def member(self) -> int:
@@ -316,7 +333,12 @@ class Call:
         """Among the members that are there now."""
         return self.place.rank if self.group is None else self.group.rank()
 
-    def _gather(self, value: Any) -> dict[int, Any]:
+    @property
+    def size(self) -> int:
+        """Of the members that are there now."""
+        return self.place.world_size if self.group is None else self.group.size()
+
+    def gather(self, value: Any) -> dict[int, Any]:
         """The JSON values of all, by the ranks that they had when the call began, in the order of
         today's. A collective."""
         if self.course is not None:
@@ -327,63 +349,10 @@ class Call:
         except PeerLost as error:
             raise self._lost(error) from error
 
-    def _report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
-        metrics = plain(metrics)
-        said = self._gather([source is not None, metrics if self.loop.keeps_all_metrics else None])
-        if self.loop.keeps_all_metrics:
-            self._told.metrics_of_ranks = [metrics for _, metrics in said.values()]
-        who = {member for member, (brings, _) in said.items() if brings}
-        if not self._told.count(who, said.keys()):
-            self.call_again("who has brought the checkpoints is lost, and no rank does it now")
-        if not who:
-            if self.rank == 0:
-                self._log(metrics, None)
-            return None
-        name, files = self._bring(source, name, who)
-        self._told.newest = name
-
-        def publish() -> None:
-            names = [entry["checkpoint_dir_name"] for entry in self.reports.entries()]
-            if self.rank == 0 and name not in names:
-                self.reports.publish(name, files, metrics, self.trained)
-                self._log(metrics, name)
-                self.reports.flush_log()
-
-        self._commit(publish)
-        return name
-
-    def _bring(
-        self, source: Path | None, name: str | None, who: set[int]
-    ) -> tuple[str, list[File]]:
-        """The files of all who bring some are there, under the name that the lowest rank gives."""
-        paths = paths_in(source) if source is not None else []
-        while True:
-            if self.rank == 0:
-                name = name or new_name()
-                self.reports.clear(name)
-            named = self._gather([name, paths])
-            name = next((given for given, _ in named.values() if given is not None), None)
-            files: list[File] = []
-            if source is not None and name is not None:
-                files = self.reports.store(source, name, brought_by(self.member, named))
-            gathered = self._gather([asdict(file) for file in files])
-            files = [File(**f) for of_member in gathered.values() for f in of_member]
-            wanted = {path for _, of_member in named.values() for path in of_member}
-            if who <= named.keys() and wanted <= {file.path for file in files} and name is not None:
-                return name, files
-            here = {path for m in gathered for path in (named[m][1] if m in named else ())}
-            if not (who <= named.keys() and wanted <= here):
-                self.call_again("a report lacks the files of a lost rank")
-
     def call_again(self, why: str) -> NoReturn:
         """The script, after a loss that it cannot go on from in place. StepCancelled."""
         log.warning('generation=%d called again reason="%s"', self.generation, why)
         raise self._lost(GivenUp(why))
-
-    def _log(self, metrics: dict[str, Any], name: str | None) -> None:
-        size = self.place.world_size if self.group is None else self.group.size()
-        of_group = {"generation": self.generation, "world_size": size}
-        self.reports.log(self._told.line(metrics, name) | of_group)
 
     # --- steps ----------------------------------------------------------------------------
     def _next_step(self) -> Step:
@@ -393,7 +362,7 @@ class Call:
         self._member.vitals.enter("user")
         return step
 
-    def _commit(self, publish: Callable[[], None], *, ends_now: bool = False) -> None:
+    def end_step(self, publish: Callable[[], None], *, ends_now: bool = False) -> None:
         """All ranks are here: the step counts, and the next one begins. StepCancelled if not, and
         where newcomers are in the next one. publish: what the lowest rank does before."""
         cast(Any, self._session.model).ends_now = ends_now
@@ -430,13 +399,14 @@ class Call:
 
         def publish() -> None:
             if self.rank == 0:
-                level = replace(self._told.level, weights_sha256=epochs.weights_sha256())
+                told = self._reporting.told.level
+                level = replace(told, weights_sha256=epochs.weights_sha256())
                 self._member.link.send(level)
                 self.reports.folder.at(MANIFESTS).create()
                 self.reports.folder.at(MANIFESTS).write(RETURNED, returned(value))
                 self.reports.flush_log()
 
-        self._commit(publish, ends_now=True)
+        self.end_step(publish, ends_now=True)
 
     # --- how it ends before that ----------------------------------------------------------
     def leave(self) -> None:
@@ -450,7 +420,8 @@ class Call:
     def has_moved(self) -> bool:
         """The script has come to a collective or a report."""
         has_reduced = self.course is not None and self.course.operations.num_done > 0
-        return has_reduced or self._told.num_reports > 0 or bool(self.group and self.group.launched)
+        has_reported = self._reporting.told.num_reports > 0
+        return has_reduced or has_reported or bool(self.group and self.group.launched)
 
     def own_error(self, error: Exception) -> Exception:
         """What the run ends with."""
@@ -468,7 +439,7 @@ class Call:
         if self.course is not None and self.course.operations.num_losses:
             # the smaller group may have led to it; it is the script's own if it comes again
             with suppress(StepCancelled):
-                self.deny(f"{AFTER_A_LOSS} {in_words(error)}")
+                self.deny(AFTER_A_LOSS.of(in_words(error)))
             return True
         return self._is_forgiven(error)
 

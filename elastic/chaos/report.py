@@ -119,8 +119,8 @@ def longest(times: list[float]) -> float:
 
 def cost(done: Done, story: Story) -> dict[str, Any]:
     """One fault: what it was, how it was noticed, and the phases until the next step, whose times
-    add up to `total_s`. Without a loss only `next_step_s` is known. Of a script the phases end with
-    its next report, and `next_step_s` with its next step."""
+    add up to `total_s`. Without a loss only `next_step_s` is known. Of a script the phases may end
+    with its next report only, and `next_step_s` ends with its next step."""
     row: dict[str, Any] = {
         **{key: value for key, value in asdict(done).items() if key not in ABOUT},
         "step": step_at(done, story),

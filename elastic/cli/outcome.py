@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from elastic.cli.text import number_text, percent, printable
+from elastic.cli.text import lost_text, number_text, percent, printable
 from elastic.protocol.errors import UserError, WrongInput
 from elastic.protocol.membership import counted
 from elastic.store.remote import shown_uri
@@ -66,15 +66,14 @@ def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None)
     if result["outcome"] == "detached":
         print(f"detached; see `elastic watch {run_directory}`, `elastic stop {run_directory}`")
         return
-    of_steps = "" if steps is None else f" of {steps}"
-    loss = "-" if result["loss"] is None else number_text(result["loss"])
     recoveries: list[dict[str, Any]] = result["recoveries"]
-    print(f"{result['outcome']}: {result['steps']}{of_steps} steps, loss {loss}")
+    print(f"{result['outcome']}: {how_far(result, steps)}")
     print(f"  weights_sha256  {result['weights_sha256'] or '-'}")
     print(
         f"  since its last start: {counted(result['generations'], 'generation')}, "
         f"{'1 recovery' if len(recoveries) == 1 else f'{len(recoveries)} recoveries'}, "
-        f"{counted(result['lost_steps'], 'lost step')}, goodput {percent(result['goodput'])}"
+        f"{lost_text(result['lost_steps'], is_script=is_of_script(result))}, "
+        f"goodput {percent(result['goodput'])}"
     )
     if (level := level_line(result)) is not None:
         print(f"  {level}")
@@ -86,6 +85,19 @@ def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None)
         print(f"  recovery from {r['cause']}: {times}")
     if run_directory:
         print(f"  run directory   {run_directory}")
+
+
+def is_of_script(result: dict[str, Any]) -> bool:
+    return result.get("level") is not None
+
+
+def how_far(result: dict[str, Any], steps: int | None) -> str:
+    """A script says itself when it is over, and nobody but the script knows its loss."""
+    if is_of_script(result):
+        return f"{counted(result['steps'], 'report')} with a checkpoint"
+    of_steps = "" if steps is None else f" of {steps}"
+    loss = "-" if result["loss"] is None else number_text(result["loss"])
+    return f"{result['steps']}{of_steps} steps, loss {loss}"
 
 
 def level_line(found: dict[str, Any]) -> str | None:

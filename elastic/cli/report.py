@@ -8,6 +8,7 @@ import typer
 
 from elastic.cli.job_file import OPTIONS, SECTIONS
 from elastic.cli.journal import RunDir, open_run
+from elastic.driver.resume import SCRIPT, is_script
 from elastic.observe.charts import draw
 from elastic.observe.report_page import MARK, page
 from elastic.observe.run_record import read_record
@@ -66,6 +67,8 @@ def check_free(out: Path, *, is_forced: bool) -> None:
 def command_of(config: dict[str, Any]) -> str:
     """`elastic run` with all that config.json tells but where it was."""
     target = str(config.get("target", "TARGET"))
+    if is_script(config):
+        return f"# the command that has started {target.removeprefix(SCRIPT)}, with its arguments"
     if target.startswith("__main__"):
         return f"python {shlex.quote(str(config.get('target_file', 'SCRIPT.py')))}"
     words = ["elastic", "run", shlex.quote(target)]

@@ -14,7 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.cli.course import is_number
-from elastic.cli.text import duration, name_of, number_text, percent, printable, speed_text
+from elastic.cli.text import (
+    duration,
+    lost_text,
+    name_of,
+    number_text,
+    percent,
+    printable,
+    speed_text,
+)
 from elastic.protocol.membership import counted
 from elastic.protocol.step_record import OF_OPTIMIZER
 
@@ -31,7 +39,7 @@ def screen(view: Any, decisions: Sequence[str]) -> Group:
     status = view.status
     parts: list[RenderableType] = [head(view), numbers(view), *of_optimizer(view.metrics)]
     parts += curve(view.course.losses)
-    parts += goodput(status.get("account"))
+    parts += goodput(status.get("account"), is_script="level" in status)
     parts += [workers(status)] if status["workers"] or status["standby"] else []
     parts += recoveries(status.get("account"))
     reason = status["reason"]
@@ -101,10 +109,11 @@ def curve(losses: Sequence[tuple[int, float]]) -> Iterator[Text]:
     yield Text(f"loss {drawn} {number_text(low)} to {number_text(high)}", no_wrap=True)
 
 
-def goodput(account: dict[str, Any] | None) -> Iterator[Text]:
+def goodput(account: dict[str, Any] | None, *, is_script: bool) -> Iterator[Text]:
     """account: of status.json; a run of an earlier version has none."""
     if account is not None:
-        number, lost = account["num_recoveries"], counted(account["lost_steps"], "lost step")
+        number = account["num_recoveries"]
+        lost = lost_text(account["lost_steps"], is_script=is_script)
         yield Text(
             f"goodput {percent(account['goodput'])}  idle {percent(account['idle'])}  "
             f"{number} {'recovery' if number == 1 else 'recoveries'}  {lost}"

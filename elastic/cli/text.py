@@ -29,6 +29,11 @@ def percent(part: float | None) -> str:
     return "-" if part is None else f"{100 * part:.1f} %"
 
 
+def lost_text(number: int, *, is_script: bool) -> str:
+    """What a script's runs commit, and may lose, are reports with a checkpoint."""
+    return counted(number, "lost report" if is_script else "lost step")
+
+
 def duration(seconds: float) -> str:
     """As 0:07, 12:05 or 3:00:00; days before that."""
     minutes, second = divmod(round(seconds), 60)

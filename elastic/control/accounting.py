@@ -11,6 +11,9 @@ Losses between the first and the next committed step are one recovery: cause and
 first one's, "fence" lasts until the last Form before that step and so contains attempts that were
 given up. Waiting for enough workers, or for one of them to have the state, belongs to "form".
 
+Of a script that goes on in place its own steps count: they are kept, committed or not. Of one that
+is called again only what it has reported does, which is what is committed.
+
 A step that was committed before its generation was given up, but is told later (its controller had
 died), is work of then, and no first step after the loss.
 """
@@ -18,7 +21,16 @@ died), is work of then, and no first step after the loss.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from elastic.control.events import Adopted, Committed, Event, Joined, Loaded, Tick, WorkerLost
+from elastic.control.events import (
+    Adopted,
+    Committed,
+    Event,
+    Joined,
+    Loaded,
+    Stepped,
+    Tick,
+    WorkerLost,
+)
 from elastic.control.pool import is_member
 from elastic.control.recovery import given_up
 from elastic.control.state import (
@@ -143,6 +155,9 @@ def account(so_far: Account, event: Event, before: Decision, decision: Decision)
             entry = hear_late(entry, event.step_s)
         if isinstance(phase, Running | Pausing):
             entry = take_step(entry, event, now)
+    is_at_work = isinstance(phase, Running | Pausing)
+    if isinstance(event, Stepped) and event.generation == generation and is_at_work:
+        has_stepped, entry = True, take_time(entry, now)
     if type(decision.phase) is not type(phase) or decision.ledger.generation != generation:
         entry = leave_phase(entry, event, phase, decision.phase, now)
     return heal(entry, event, decision, has_stepped, now)
@@ -150,9 +165,14 @@ def account(so_far: Account, event: Event, before: Decision, decision: Decision)
 
 def take_step(entry: Account, event: Committed, now: float) -> Account:
     """The time since what was before is the step's: work, but for what members wait in it."""
-    spent_s = now - entry.since
-    idle_s = min(max(0.0, event.idle_s), spent_s)
-    entry = replace(entry, goodput_s=entry.goodput_s + spent_s - idle_s, since=now)
+    idle_s = min(max(0.0, event.idle_s), now - entry.since)
+    return take_time(entry, now, idle_s)
+
+
+def take_time(entry: Account, now: float, idle_s: float = 0.0) -> Account:
+    """It was work, but for so much of it."""
+    goodput_s = entry.goodput_s + (now - entry.since) - idle_s
+    entry = replace(entry, goodput_s=goodput_s, since=now)
     return spend(entry, "idle", idle_s) if idle_s else entry
 
 

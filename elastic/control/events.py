@@ -131,6 +131,15 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Stepped:
+    """A script's optimizers have stepped, in a step of ours that is open. It decides nothing: where
+    the run's time goes is told by it (accounting.py)."""
+
+    generation: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Paused:
     generation: int
     rank: int
@@ -281,6 +290,7 @@ Event = (
     | Resized
     | UserFailed
     | Cancelled
+    | Stepped
     | Report
     | Tick
 )

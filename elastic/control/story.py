@@ -94,7 +94,7 @@ def what_was_said(event: Event, membership: Membership | None, worker: int) -> s
     match event:
         case e.Adopted(standings=standings):
             return standing_of(standings, membership, worker)
-        case e.StopRequested() | e.Cancelled() | e.Tick():
+        case e.StopRequested() | e.Cancelled() | e.Stepped() | e.Tick():
             return ""
         case e.WorkerStarted(worker=w) if w == worker:
             return "has started: its model is built"

@@ -5,6 +5,7 @@ scaling.py, recovery.py and shutdown.py.
 """
 
 from dataclasses import replace
+from typing import get_args
 
 from elastic.control.checkpointing import (
     ask_to_save,
@@ -33,6 +34,7 @@ from elastic.control.events import (
     Paused,
     Report,
     Resized,
+    Stepped,
     StillSaving,
     StopRequested,
     Suspended,
@@ -121,6 +123,7 @@ IGNORED: dict[tuple[type, type], str] = {
     (Finished, Resized): OVER,
     (Finished, Cancelled): OVER,
     (Finished, Tick): OVER,
+    **{(phase, Stepped): "it says where time goes" for phase in get_args(Phase)},
 }
 """Pairs that carry no news, and why. Everything else must have a case."""
 
@@ -317,7 +320,14 @@ def hear_saving(
 def hear_outside(  # noqa: C901
     ledger: Ledger,
     phase: Phase,
-    event: Adopted | DrainNotice | StopRequested | Resized | UserFailed | Cancelled | Tick,
+    event: Adopted
+    | DrainNotice
+    | StopRequested
+    | Resized
+    | UserFailed
+    | Cancelled
+    | Stepped
+    | Tick,
     limits: Limits,
 ) -> Decision:
     """The user, the clock, a node, the controller before this one."""

@@ -245,7 +245,7 @@ class Recorder:
             landmark = Landmark(
                 self.order["run_id"], self.account, self.lost_steps, self.planned, self.level
             )
-        is_plain_step = isinstance(event, e.Committed) and not decision.commands
+        is_plain_step = isinstance(event, e.Committed | e.Stepped) and not decision.commands
         self._journal(line_of(event, decision, self.limits, at, landmark), may_wait=is_plain_step)
 
     def note(self, kind: str, fields: dict[str, Any]) -> None:

@@ -322,6 +322,8 @@ class Supervisor:
                 self.roll_call.hear(said)
             case ScriptSteps():
                 self.record.record_applied(said)
+                if stepped := self.roll_call.hear_steps(said, self._now()):
+                    self.cluster.say(stepped)
                 return
         self._status_due.set()
 

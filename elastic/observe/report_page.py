@@ -116,14 +116,12 @@ def hashed(script: str) -> str:
 def head(record: RunRecord, place: str) -> str:
     result, status, line = record.result, record.status, record.timeline
     outcome = result.get("outcome") or status.get("phase") or "just begun"
-    steps = record.config.get("steps", "?")
-    last = last_step(record)
-    parts = [f"{outcome}, step {last} of {steps}"]
+    parts = [f"{outcome}, {how_far(record)}"]
     if line is not None:
         at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(line.began, 0), 1e11)))
         parts.append(f"{line.ended - line.began:.1f} s since {at}")
         parts.append(counted_as(len(line.episodes), "recovery", "recoveries"))
-        parts.append(f"{counted(line.lost_steps, 'step')} lost")
+        parts.append(lost(record, line.lost_steps))
         spent = line.buckets()
         goodput = spent.get("productive", 0.0) / max(sum(spent.values()), 1e-9)
         parts.append(f"goodput {100 * goodput:.1f} %")
@@ -136,6 +134,21 @@ def head(record: RunRecord, place: str) -> str:
         + (f"<p>{text(reason)}</p>" if reason else "")
         + f'<p class="p">{text(place)}</p>{notes}'
     )
+
+
+def how_far(record: RunRecord) -> str:
+    """A script says itself when it is over; at level 0 only its reports are known."""
+    last = last_step(record)
+    if not record.is_script:
+        return f"step {last} of {record.config.get('steps', '?')}"
+    if last:
+        return f"step {last}"
+    found = record.status.get("step", 0)
+    return f"{counted(found if isinstance(found, int) else 0, 'report')} with a checkpoint"
+
+
+def lost(record: RunRecord, number: int) -> str:
+    return f"{counted(number, 'report' if record.is_script else 'step')} lost"
 
 
 def last_step(record: RunRecord) -> int:
@@ -237,7 +250,7 @@ def explained(i: int, episode: Episode, record: RunRecord, times: list[float]) -
     if recovery.waiting_s > 0:
         facts.append(f"{recovery.waiting_s:.3f} s of form were waiting for workers or a state")
     if recovery.lost_steps:
-        facts.append(f"{counted(recovery.lost_steps, 'step')} lost")
+        facts.append(lost(record, recovery.lost_steps))
     facts += [
         f"{worker_name(loss.worker)}: {loss.cause}{loss.why and ', ' + loss.why}, last heard "
         f"{max(0.0, loss.at - loss.last_seen):.3f} s before"
@@ -352,13 +365,15 @@ def reproduce(record: RunRecord, command: str) -> str:
         facts.append(f"The job is {config['target_file']}, sha256 {digest}")
     if sha256 := result.get("weights_sha256"):
         facts.append(f"The final weights have the sha256 {sha256}")
-    is_bitwise = config.get("reduction") == "bitwise"
-    facts.append(
-        "reduction=bitwise: the same weights, bit for bit, whatever workers come and go"
-        if is_bitwise
-        else "reduction=fast: other workers that come and go lead to other last bits; "
-        "--reduction bitwise makes the weights independent of them"
-    )
+    if config.get("reduction") == "bitwise":
+        facts.append(
+            "reduction=bitwise: the same weights, bit for bit, whatever workers come and go"
+        )
+    elif not record.is_script:
+        facts.append(
+            "reduction=fast: other workers that come and go lead to other last bits; "
+            "--reduction bitwise makes the weights independent of them"
+        )
     told = "".join(f"<p>{text(fact)}</p>" for fact in facts)
     return section("How to reproduce", f"<pre>{text(command, 8000)}</pre>{told}")
 

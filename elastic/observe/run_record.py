@@ -104,6 +104,11 @@ class RunRecord:
     """What of the files could not be used, a sentence each."""
 
     @property
+    def is_script(self) -> bool:
+        """What its runs commit, and may lose, are reports with a checkpoint."""
+        return any(found.get("level") is not None for found in (self.status, self.result))
+
+    @property
     def began(self) -> float:
         """Unix seconds; where every time of the report counts from."""
         if self.timeline is not None:

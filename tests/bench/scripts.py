@@ -4,12 +4,15 @@ Each pair runs the same file (script_job.py) once under each, in processes of th
 command to first step, by `elastic run` and by the import of elastic.ray_train; SIGKILL of rank 1 to
 the first step of the new call (level 0) or to the next applied step less one step (level 1), and
 steps redone; the median step without faults, and how far the losses of all steps differ; 1,000
-reports without a checkpoint. Ray Train is tuned as in ray_train.py. What 20 calls leave behind is
-tests/scripts/test_called_often.py's.
+reports without a checkpoint. Ray Train is tuned as in ray_train.py. Reports through kills and the
+time that a join takes are measured without a peer (script_reports.py). What 20 calls leave behind
+is tests/scripts/test_called_often.py's.
     python -m tests.bench.scripts --pairs 9 --workers 3
     python -m tests.bench.scripts --pairs 9 --level 0
     python -m tests.bench.scripts --pairs 3 --only reports
     python -m tests.bench.scripts --only start
+    python -m tests.bench.scripts --only kept --workers 4 --kills 50
+    python -m tests.bench.scripts --only join --workers 3 --pairs 9
 """
 
 import argparse
@@ -27,9 +30,12 @@ from typing import Any
 
 from tests.bench.harness import REPOSITORY, console, environment, lines_of, machine, record
 from tests.bench.ray_train import TUNED, figures, kill_one
+from tests.bench.script_reports import OURS, measure_join, measure_kept
 
 SCRIPT = REPOSITORY / "tests" / "bench" / "script_job.py"
 REPORTS = 1000
+FEW_STEPS = 99
+"""Before them: what starts along with a run is over then, and no checkpoint is reported."""
 THEIRS_REPORTS = 20
 """Of Ray Train's: each takes seconds, so that a few are measured and 1,000 told."""
 PATIENCE_S = 900.0
@@ -68,12 +74,13 @@ def run(
             console.print((folder / "output").read_text()[-4000:])
             raise RuntimeError(f"{command} ended with {process.returncode}")
         marks = lines_of(folder / "steps.jsonl")
+        reports_s = float((folder / "reports_s").read_text())
     found = figures(marks, begun_at, time.time(), {})
     if killed:
         found |= recovery(marks, killed["at"], found["median_step_s"])
     found["losses"] = [mark["loss"] for mark in marks]
-    found["own_first_s"] = marks[0]["time"] - marks[0]["entered_at"] - marks[0]["reports_s"]
-    found["reports_s"] = marks[0]["reports_s"]
+    found["own_first_s"] = marks[0]["time"] - marks[0]["entered_at"]
+    found["reports_s"] = reports_s
     return found
 
 
@@ -98,7 +105,6 @@ def recovery(marks: list[dict[str, Any]], at: float, step_s: float) -> dict[str,
     }
 
 
-OURS = [sys.executable, "-m", "elastic", "run"]
 BY_IMPORT = [
     sys.executable,
     "-c",
@@ -115,7 +121,7 @@ def medians(found: list[dict[str, Any]], key: str) -> str:
 
 
 def measure_kill(pairs: int, workers: int) -> dict[str, str]:
-    def killed(command: list[str]) -> dict[str, Any]:
+    def killed(command: Sequence[str]) -> dict[str, Any]:
         return run(command, steps=400, workers=workers, kill_at=150)
 
     ours, theirs = in_turn(pairs, lambda: killed(OURS), lambda: killed(THEIRS))
@@ -136,7 +142,7 @@ def measure_kill(pairs: int, workers: int) -> dict[str, str]:
 
 
 def measure_calm(pairs: int, workers: int) -> dict[str, str]:
-    def calm(command: list[str]) -> dict[str, Any]:
+    def calm(command: Sequence[str]) -> dict[str, Any]:
         return run(command, steps=600, workers=workers)
 
     ours, theirs = in_turn(pairs, lambda: calm(OURS), lambda: calm(THEIRS))
@@ -159,10 +165,10 @@ def differ(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
 
 def measure_reports(pairs: int, workers: int) -> dict[str, str]:
     def ours() -> dict[str, Any]:
-        return run(OURS, steps=2, workers=workers, reports=REPORTS)
+        return run(OURS, steps=FEW_STEPS, workers=workers, reports=REPORTS)
 
     def theirs() -> dict[str, Any]:
-        return run(THEIRS, steps=2, workers=workers, reports=THEIRS_REPORTS)
+        return run(THEIRS, steps=FEW_STEPS, workers=workers, reports=THEIRS_REPORTS)
 
     mine, peer = in_turn(pairs, ours, theirs)
     each = statistics.median(f["reports_s"] for f in peer) / THEIRS_REPORTS
@@ -190,6 +196,8 @@ MEASURES: dict[str, Callable[[int, int], dict[str, str]]] = {
     "calm": measure_calm,
     "reports": measure_reports,
     "start": measure_start,
+    "kept": measure_kept,
+    "join": measure_join,
 }
 
 
@@ -211,6 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=50, help="of `kept`")
     parser.add_argument("--level", choices=("0", "1"), default="1")
     parser.add_argument("--only", choices=MEASURES)
     given = parser.parse_args()
@@ -218,8 +227,9 @@ def main() -> None:
     about = machine(given.workers)
     for name, measure in MEASURES.items():
         if given.only in (None, name):
-            results = measure(given.pairs, given.workers)
-            setting = f"{name}: script_job.py, {given.workers} workers, {given.pairs} pairs"
+            times = given.kills if name == "kept" else given.pairs
+            results = measure(times, given.workers)
+            setting = f"{name}: {given.workers} workers, {times} times"
             record(f"scripts, level {given.level}", about=about, setting=setting, results=results)
 
 

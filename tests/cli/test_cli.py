@@ -235,6 +235,14 @@ def test_a_small_loss_is_not_shown_as_zero(capsys):
     assert capsys.readouterr().out.startswith("succeeded: 10 of 10 steps, loss 4.423e-06\n")
 
 
+def test_a_script_commits_reports_and_nobody_knows_its_loss(capsys):
+    of_script = {**RESULT, "loss": None, "level": 1, "level_reason": ""}
+    print_outcome(of_script, "/s/r", 10**9)
+    out = capsys.readouterr().out
+    assert out.startswith("succeeded: 10 reports with a checkpoint\n")
+    assert "0 lost reports" in out
+
+
 def test_a_failure_shows_the_users_own_traceback_then_the_reason(capsys):
     failure = RunFailed("step 3: loss raised", Result(outcome="failed", badput={}, recoveries=[]))
     failure.__cause__ = UserError("KeyError: 'x'", "Traceback ...\nKeyError: 'x'\n")

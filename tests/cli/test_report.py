@@ -32,7 +32,8 @@ from elastic.control.replay import JOURNAL_TYPES, Entry, Started
 from elastic.control.state import Running
 from elastic.control.transition import start, transition
 from elastic.observe import charts
-from elastic.observe.run_record import read_record
+from elastic.observe.report_page import how_far, lost
+from elastic.observe.run_record import RunRecord, Samples, Steps, read_record
 from elastic.observe.series import seconds_in, thinned
 from elastic.protocol.encoding import decode, encode
 from elastic.store.files import Folder, open_folder
@@ -319,6 +320,16 @@ def test_the_command_gives_all_settings_but_the_place():
         "--faults verify_every=5"
     )
     assert command_of({"target": "__main__:C", "target_file": "/x/t.py"}) == "python /x/t.py"
+    script = command_of({"target": "script:train.py", "steps": 10**9})
+    assert script == "# the command that has started train.py, with its arguments"
+
+
+def test_what_a_script_commits_and_may_lose_are_reports():
+    empty, status = Steps({"step": np.array([])}, {}), {"level": 0, "step": 3}
+    record = RunRecord("r", {}, status, {}, {}, empty, empty, None, [], None, Samples())
+    assert (how_far(record), lost(record, 1)) == ("3 reports with a checkpoint", "1 report lost")
+    stepped = replace(record, steps=Steps({"step": np.array([7.0])}, {}))
+    assert how_far(stepped) == "step 7"
 
 
 def test_steps_without_a_decision_are_followed_as_one_by_one(tmp_path):

@@ -89,8 +89,10 @@ def test_a_run_that_only_begins_shows_what_there_is():
 
 
 def test_a_script_has_no_share_of_steps_that_nobody_knows():
-    view = View({**STATUS, "steps": 10**9, "step": 4, "level": 1}, {}, Course())
-    assert drawn(view)[0].startswith("step 4  running")
+    script = {**STATUS, "steps": 10**9, "step": 4, "level": 1, "account": ACCOUNT}
+    lines = drawn(View(script, {}, Course()))
+    assert lines[0].startswith("step 4  running")
+    assert "lost report" in "\n".join(lines)
 
 
 def test_what_a_run_has_written_does_not_drive_the_terminal():

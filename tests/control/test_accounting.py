@@ -14,6 +14,7 @@ from elastic.control.events import (
     Event,
     Joined,
     Loaded,
+    Stepped,
     Suspended,
     Tick,
     WorkerLost,
@@ -84,6 +85,26 @@ def test_what_members_wait_for_each_other_in_steps_is_idle_and_no_goodput():
     )
     assert so_far.badput_s == {**calm.badput_s, "idle": 0.25 + 0.5}
     assert so_far.goodput_s == calm.goodput_s - 0.25
+    assert so_far.goodput_s + sum(so_far.badput_s.values()) == so_far.wall_s
+
+
+def test_a_script_s_own_steps_end_a_recovery_and_are_work_before_they_are_committed():
+    so_far, _ = play(
+        [
+            *BEGIN,
+            Stepped(2, 8.5),
+            WorkerLost(0, "process_died", 9.0, 9.25),
+            Suspended(2, 1, 2, False, False, 9.5),
+            Joined(3, 0, 0.0, 10.0),
+            Stepped(2, 10.1),  # of the generation before
+            Stepped(3, 10.25),
+            Stepped(3, 11.0),
+            Committed(3, 3, 1.0, 12.0),
+        ]
+    )
+    (recovery,) = so_far.recoveries
+    assert (recovery.first_step_s, recovery.total_s, recovery.lost_steps) == (0.25, 1.25, 0)
+    assert so_far.badput_s["retried"] == 0.5
     assert so_far.goodput_s + sum(so_far.badput_s.values()) == so_far.wall_s
 
 

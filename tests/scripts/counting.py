@@ -31,7 +31,7 @@ def count_uses(settings: dict[str, Any]) -> str:
     loader = loader_of(settings, dataset, num_ranks)
     net = counting_net(settings)
     model = prepared(net, has_hook=member in settings.get("hooks", []))
-    optimizer = torch.optim.SGD(net.learned(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.AdamW(net.learned(), lr=0.05)
     epochs = settings.get("epochs", EPOCHS)
     num_steps = len(loader) * epochs // settings.get("accumulate", 1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=num_steps)
@@ -95,9 +95,10 @@ def count_uses(settings: dict[str, Any]) -> str:
                 saved = ray.train.Checkpoint.from_directory(folder)
             ray.train.report(metrics, checkpoint=saved)
     state = {k: v.clone() for k, v in net.state_dict().items()}
-    torch.save(
-        {**state, "steps": step, "lr": optimizer.param_groups[0]["lr"]}, place / f"end-{member}.pt"
-    )
+    state |= {"steps": step, "lr": optimizer.param_groups[0]["lr"], "planned": num_steps}
+    state["of_optimizer"] = int(optimizer.state[net.learned()[0]]["step"])
+    state["of_schedule"] = schedule.last_epoch + 1  # the last step needs no next rate
+    torch.save(state, place / f"end-{member}.pt")
     return "counted"
 
 

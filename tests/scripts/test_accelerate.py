@@ -14,9 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from tests.scripts.test_course import BATCH, SAMPLES, Uses, end_behind, in_place, kill, used
 from tests.scripts.test_units import alone
-from workers.scripts.in_place.course import OTHER_ORDER
 from workers.scripts.in_place.dealing import plan_of
 from workers.scripts.in_place.loader import Instead, Loaders
+from workers.scripts.in_place.rule import OTHER_ORDER
 from workers.scripts.in_place.sampled import is_shared, sampled
 
 RANKS = 3
@@ -195,7 +195,7 @@ def test_ranks_whose_samplers_have_other_orders_are_at_level_0(seeds):
         end_behind(index, 2)
         return levels
 
-    level = (1, "") if len(set(seeds)) == 1 else (0, OTHER_ORDER)
+    level = (1, "") if len(set(seeds)) == 1 else (0, OTHER_ORDER.why)
     assert in_place(2, script) == [[level]] * 2
 
 

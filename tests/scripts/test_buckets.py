@@ -1,11 +1,14 @@
-"""Sums of three ranks have the bits of stock DDP, whose buckets are cut in the same places."""
+"""Sums of three ranks have the bits of stock DDP, whose buckets are cut in the same places; also at
+the end of a pass, where batches are smaller."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.scripts.test_units import Listening
 from tests.workers.ranks import Ranks, run_ranks
@@ -14,7 +17,7 @@ from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.loader import Loaders
 from workers.scripts.in_place.seams import standing_in
 
-STEPS = 4
+STEPS, BATCH = 4, 5
 
 
 class Crossed(nn.Module):
@@ -37,24 +40,27 @@ def gradients(ranks: Ranks, generation: int, *, in_place: bool, **settings: Any)
         if in_place:
             group.course = course
             with standing_in(course, Loaders(course)):
-                trained(ranks.index, found, settings)
+                trained(found, settings)
         else:
-            trained(ranks.index, found, settings)
+            trained(found, settings)
     return found
 
 
-def trained(index: int, found: list[Any], settings: dict[str, Any]) -> None:
+def trained(found: list[Any], settings: dict[str, Any]) -> None:
+    """The last batch of a pass is smaller; the second pass is one step."""
     torch.manual_seed(0)
     net = Crossed()
     model = DistributedDataParallel(net, **settings)
-    torch.manual_seed(index + 1)
-    for step in range(STEPS):
-        if step == 1:
-            with model.no_sync():
-                model(torch.randn(5, 17)).square().mean().backward()
-        model(torch.randn(5, 17)).square().mean().backward()
-        found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
-        net.zero_grad()
+    dataset = TensorDataset(torch.randn(3 * (2 * BATCH + 3), 17))
+    loader = DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset))
+    for accumulates in (False, True):
+        for number, (inputs,) in enumerate(loader, 1):
+            is_unit = number == len(loader) or not accumulates
+            with nullcontext() if is_unit else model.no_sync():
+                model(inputs).square().mean().backward()
+            if is_unit:
+                found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+                net.zero_grad()
 
 
 @pytest.mark.parametrize(

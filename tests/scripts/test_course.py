@@ -64,6 +64,10 @@ class Survivors:
         self.steps += said.steps
         return NONE_APPLIED
 
+    how_it_grows = "nobody enters"
+
+    def end_unit(self) -> None: ...
+
     def unwind(self) -> None:
         raise StepCancelled
 

@@ -68,13 +68,15 @@ def check(place: Path, survivors: int, steps: int = STEPS) -> dict[str, Any]:
 
 
 def same_ends(place: Path, survivors: int, steps: int = STEPS) -> dict[str, Any]:
-    """Of the survivors, who were called once; each has come to so many steps."""
+    """Of the survivors, who were called once; each has come to so many steps, by the script's own
+    count, its plan, its schedule and its optimizer."""
     found = ends(place)
     assert len(found) == survivors
     for name, value in found[0].items():
         for other in found[1:]:
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[name])), name
-    assert found[0]["steps"] == steps
+    counts = [int(found[0][name]) for name in ("steps", "planned", "of_schedule", "of_optimizer")]
+    assert counts == [steps] * 4
     calls = [file.read_text() for file in place.glob("called-*")]
     assert calls == ["x"] * WORKERS
     return found[0]

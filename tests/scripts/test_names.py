@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import ray.train
+import ray.train.collective
 import ray.train.torch
 from ray.train import DataConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -32,7 +33,7 @@ def in_table() -> set[str]:
     return {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
 
 
-@pytest.mark.parametrize("module", [ray.train, ray.train.torch])
+@pytest.mark.parametrize("module", [ray.train, ray.train.torch, ray.train.collective])
 def test_every_public_name_is_in_the_table(module):
     assert set(module.__all__) - in_table() == set()
 

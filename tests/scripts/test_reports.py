@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from elastic.store.remote import patiently
-from workers.scripts.reports import SNAPSHOT, Reports, Retention, Told, checksum, paths_in
+from workers.scripts.reporting import Told
+from workers.scripts.reports import SNAPSHOT, Reports, Retention, checksum, paths_in
 from workers.scripts.values import plain, returned
 
 

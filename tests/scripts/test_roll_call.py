@@ -75,6 +75,18 @@ def test_it_is_told_once_for_each_time_and_an_older_generation_says_nothing():
     assert told.reason == "", "the others have not heard of generation 4 yet"
 
 
+def test_a_ranks_own_part_is_the_time_in_which_it_waits_for_nobody():
+    began = time.monotonic()
+    roll_call = RollCall(lambda move: None, lambda: (3, 1))
+    with roll_call.waiting("report()"), roll_call.waiting("all_reduce"):
+        waited = time.monotonic()
+        while time.monotonic() < waited + 0.02:
+            pass
+    own_s, took_s = roll_call.take_own_s(), time.monotonic() - began
+    assert 0.0 <= own_s <= took_s - 0.02
+    assert 0.0 <= roll_call.take_own_s() <= time.monotonic() - began - took_s + own_s
+
+
 def test_a_rank_says_that_it_waits_and_at_which_line_of_the_script():
     said: list[ScriptMove] = []
     heard = threading.Event()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic.protocol.errors import StepCancelled
@@ -22,6 +23,7 @@ from elastic.protocol.messages.to_controller import ScriptSteps
 from elastic.protocol.step_record import NONE_APPLIED, AppliedRecord, StepMetrics
 from workers.distributed.process_group import Alone, Group
 from workers.scripts.default_group import DefaultGroup, as_default
+from workers.scripts.in_place import rule
 from workers.scripts.in_place.call_state import COLLECTIVE, SEND, SUM
 from workers.scripts.in_place.collective import OwnCollective
 from workers.scripts.in_place.course import REUSED, Course
@@ -56,6 +58,10 @@ class Listening:
     def tell_steps(self, said: ScriptSteps) -> AppliedRecord:
         self.steps += said.steps
         return NONE_APPLIED
+
+    how_it_grows = "nobody enters"
+
+    def end_unit(self) -> None: ...
 
     def unwind(self) -> NoReturn:
         raise StepCancelled
@@ -252,6 +258,30 @@ def test_optimizers_and_models_that_ranks_share_are_refused(course):
     with suppress(RuntimeError):  # it has no groups here, and is heard of before it asks for them
         FullyShardedDataParallel(net, device_id=torch.device("cpu"))
     assert "FullyShardedDataParallel" in course.refusal
+
+
+@pytest.mark.parametrize(
+    ("net", "settings", "obstacle"),
+    [
+        (nn.Linear(2, 1), {"process_group": DefaultGroup(Alone("other"))}, rule.OWN_GROUP),
+        (nn.Linear(2, 1), {"mixed_precision": _MixedPrecision()}, rule.MIXED_PRECISION),
+        (nn.Embedding(4, 2, sparse=True), {}, rule.SPARSE),
+        (nn.Linear(2, 1), {"delay_all_reduce_named_params": []}, rule.DELAYED),
+    ],
+    ids=["group", "mixed precision", "sparse", "delayed"],
+)
+def test_what_only_torchs_own_reducer_can_do_is_refused(course, net, settings, obstacle):
+    if obstacle is rule.DELAYED:
+        named = [("weight", net.weight)]
+        settings = {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": net.bias}
+    with suppress(Exception):  # it has no group of its own kind here, and is heard of before
+        DistributedDataParallel(net, **settings)
+    assert course.refusal == obstacle.why
+
+
+def test_groups_of_the_script_s_own_are_refused(course):
+    course.group.new_group([0], group_name="own")
+    assert course.refusal == rule.OWN_GROUPS.why
 
 
 def trained_elsewhere(course: Course, units: int) -> None:

@@ -129,3 +129,12 @@ def test_a_reader_never_sees_a_process_that_has_not_begun():
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
     assert seen == {(3, True)}
+
+
+def test_a_script_tells_its_own_part_and_the_steps_around_it_say_nothing():
+    vitals = Vitals()
+    for own_s in (0.1, 0.2, 0.3):
+        vitals.tell_own(own_s)
+        vitals.end_step(1.0)
+    seen = shown(vitals)
+    assert (seen["own_steps"], seen["own_s"]) == (3, 0.2)

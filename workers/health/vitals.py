@@ -110,7 +110,9 @@ class Vitals:
         self._phase, self._since = 0, clock()
         self._p95, self._num_seen = -1.0, 0
         self._collective = (0, 0, 0, b"")
-        self._own_now_s, self._own_steps, self._own_s = 0.0, 0, 0.0
+        self._own_now_s: float | None = 0.0
+        """None: it is told."""
+        self._own_steps, self._own_s = 0, 0.0
         self._own: deque[float] = deque(maxlen=_OWN_WINDOW)
         self.generation, self.step = 0, 0
         self.anatomy = Anatomy(clock)
@@ -125,7 +127,7 @@ class Vitals:
         now = self._clock()
         if phase != "pool":  # what is given up tells nothing of how long it takes
             self._seen[self._phase].add(now - self._since)
-        if self.phase in OWN:
+        if self.phase in OWN and self._own_now_s is not None:
             self._own_now_s += now - self._since
         self._phase, self._since = NUMBERS[phase], now
         self.anatomy.enter(phase, now)
@@ -133,13 +135,24 @@ class Vitals:
 
     def begin_step(self) -> None:
         """An attempt at a step."""
-        self._own_now_s = 0.0
+        self._own_now_s = None if self._own_now_s is None else 0.0
         self.anatomy.begin(self.generation, self._clock())
 
     def end_step(self, num_microbatches: float) -> None:
         """This rank has done its own part, and goes on to what all do together. num_microbatches:
         so many whole ones took as long, 0 if it had no part."""
-        self._own.append(self._own_now_s / (num_microbatches or 1))
+        if self._own_now_s is not None:
+            self._count_own(self._own_now_s / (num_microbatches or 1))
+
+    def tell_own(self, own_s: float) -> None:
+        """A script's own part of one of its steps took so long: what the engine's steps around it
+        take says nothing."""
+        self._own_now_s = None
+        self._count_own(own_s)
+        self._pack()
+
+    def _count_own(self, own_s: float) -> None:
+        self._own.append(own_s)
         self._own_steps += 1
         self._own_s = statistics.median(self._own)
 

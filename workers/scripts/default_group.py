@@ -21,6 +21,7 @@ from workers.distributed.pending import Abandoned, Pending, Settling, TorchWork
 from workers.distributed.process_group import Group
 from workers.scripts.in_place.call_state import COLLECTIVE, SEND, SUM
 from workers.scripts.in_place.collective import OwnCollective
+from workers.scripts.in_place.rule import OWN_GROUPS, SENDS
 from workers.scripts.ranks import is_asked_by_script
 from workers.torch_private.autograd import at_end_of_backward, is_in_backward
 
@@ -102,7 +103,7 @@ class DefaultGroup(C10dGroup):
         """What `torch.distributed.new_group` makes of some of the ranks; None: this is none of
         them. Raises PeerLost."""
         if self.course is not None:
-            self.course.refuse("the script has process groups of its own")
+            self.course.refuse(OWN_GROUPS.why)
         if self.rank() not in ranks:
             return None
         spelled = "-".join(map(str, ranks))
@@ -217,7 +218,7 @@ class DefaultGroup(C10dGroup):
     def _exchange(self, what: tuple[str, int, int], launch: Callable[[], Any]) -> Settling:
         self.launched = what[0]
         if self.course is not None:
-            self.course.refuse("the script sends from rank to rank")
+            self.course.refuse(SENDS.why)
         return self._told(lambda: self.inner._exchange(what, launch))
 
     def _waitable(self, work: Any) -> Any:

@@ -67,7 +67,8 @@ class Epochs:
         self._named: dict[str, Any] = {}
         self._kept: dict[str, Any] = {}
         """What goes on, by name, from where `epochs` has begun; the same on all ranks."""
-        self._has_begun = False
+        self.has_begun = False
+        """The script counts its epochs by ours."""
         self._has_told_late = False
         self._newest_model: nn.Module | None = None
         """It is there when the script has returned."""
@@ -98,7 +99,7 @@ class Epochs:
             self._made.append(weakref.ref(made))
 
     def keep(self, objects: dict[str, Any]) -> None:
-        if self._has_begun:
+        if self.has_begun:
             raise RuntimeError("keep() after epochs() has begun; call it before")
         for name, value in objects.items():
             state_of(name, value)
@@ -113,9 +114,9 @@ class Epochs:
 
     def iterate(self, num: int) -> Iterator[int]:
         """The epochs that are left of so many."""
-        if self._has_begun:
+        if self.has_begun:
             raise RuntimeError("epochs() a second time in one call of the script; use range()")
-        self._has_begun = True
+        self.has_begun = True
         self._kept = self._objects()
         self._compare()
         first = self._load()

@@ -12,14 +12,13 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elastic.data.place import Places
-from elastic.protocol.messages.to_controller import ScriptLevel
 from elastic.protocol.step_record import StepMetrics
 from elastic.store.files import Folder, encode, reach_folder, sync_directory, write_json
 from elastic.store.remote import patiently
@@ -57,47 +56,7 @@ class Trained:
     samples: int = 0
 
 
-UNTRAINED, UNSAID = Trained(), ScriptLevel(0, 0, "")
-
-
-@dataclass(slots=True)
-class Told:
-    """What a call of the script has reported; all ranks say the same."""
-
-    num_reports: int = 0
-    newest: str | None = None
-    """The checkpoint that counts, by its name."""
-    level: ScriptLevel = UNSAID
-    """At which it runs, as it was said last."""
-    trained: Trained = UNTRAINED
-    """Behind which the call has begun."""
-    metrics_of_ranks: list[dict[str, Any]] = field(default_factory=list)
-    """Of the newest report, where they are kept."""
-    brought_by: frozenset[int] = frozenset()
-    """Members who have brought the newest checkpoint of this call."""
-    num_without: int = 0
-    """Reports since then."""
-    most_without: int = 0
-    """In a row, so far."""
-
-    def line(self, metrics: dict[str, Any], checkpoint: str | None) -> dict[str, Any]:
-        """Of the newest report, for reports.jsonl."""
-        line = {"report": self.num_reports, "metrics": metrics, "checkpoint": checkpoint}
-        if self.metrics_of_ranks:
-            line["metrics_of_ranks"] = self.metrics_of_ranks
-        return line
-
-    def count(self, bringing: Set[int], members: Set[int]) -> bool:
-        """A report, by who brings files for it and who is there. False: a checkpoint would be due,
-        but all are lost who have brought one before."""
-        if bringing:
-            self.brought_by, self.num_without = frozenset(bringing), 0
-            return True
-        self.num_without += 1
-        if self.brought_by and not self.brought_by & members:
-            return self.num_without <= self.most_without
-        self.most_without = max(self.most_without, self.num_without)
-        return True
+UNTRAINED = Trained()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +154,11 @@ class Reports:
         if not found and newest is not None:
             found = self._content(manifest_of(newest))
         return Trained(**found.get("trained", {}))
+
+    @property
+    def has_epochs(self) -> bool:
+        """The script counts them by ours, and one has ended."""
+        return self.folder.exists(f"{MANIFESTS}/{EPOCHS}")
 
     def _content(self, name: str) -> dict[str, Any]:
         """Of a file of JSON, {} if there is none."""
@@ -321,17 +285,6 @@ class Reports:
         write_json(self.folder.at(MANIFESTS), name, {"rank": rank, "error": text})
         names = self.folder.at(MANIFESTS).names()
         return len({n.rpartition("-")[0] for n in names if n.startswith(f"failure-{launch}-")})
-
-
-def brought_by(member: int, named: dict[int, Any]) -> list[str]:
-    """Of the files that each has, those that this one brings: what several have, the lowest rank
-    does."""
-    brought: list[str] = []
-    for other, (_, paths) in named.items():
-        if other == member:
-            return [path for path in paths if path not in brought]
-        brought += paths
-    return []
 
 
 def new_name() -> str:

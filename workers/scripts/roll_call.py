@@ -43,6 +43,10 @@ class RollCall:
         self._send, self._seat, self._every_s = send, seat, every_s
         self._waits: tuple[str, float] | None = None
         """In what, and since when."""
+        self._waited_s = 0.0
+        """So far, all together."""
+        self._asked = time.monotonic(), 0.0
+        """When it was asked last for the rank's own part, and how long it had waited by then."""
         self._counts: dict[str, int] = {}
         self._said_wait = False
         self._main = threading.get_ident()
@@ -65,13 +69,21 @@ class RollCall:
             yield
             return
         number = self._counts[what] = self._counts.get(what, 0) + 1
-        self._waits = f"{what} number {number}", time.monotonic()
+        began = time.monotonic()
+        self._waits = f"{what} number {number}", began
         try:
             yield
         finally:
             self._waits = None
+            self._waited_s += time.monotonic() - began
             if self._said_wait:
                 self._say("", 0.0)
+
+    def take_own_s(self) -> float:
+        """Seconds, since it was asked last, in which this rank has waited for nobody."""
+        now, (since, waited_s) = time.monotonic(), self._asked
+        self._asked = now, self._waited_s
+        return now - since - (self._waited_s - waited_s)
 
     def _keep_saying(self) -> None:
         said_at = time.monotonic()

@@ -42,10 +42,6 @@ Item: TypeAlias = tuple[Any, Portion, int]
 POLL_S = 0.05
 AGAIN_S = 3.0
 """A feed that is dead for good is started again after so long."""
-NOT_BATCHES = (
-    "rows of get_dataset_shard() are dealt again within a call in batches of a size only: use "
-    "iter_torch_batches() or iter_batches()"
-)
 NOT_SUPPORTED = "use iter_torch_batches() or iter_batches()"
 
 
@@ -86,8 +82,8 @@ class Course(Protocol):
         """A pass that all share, from its row on."""
         ...
 
-    def refuse(self, why: str) -> None:
-        """What follows is not dealt again."""
+    def refuse_unbatched(self) -> None:
+        """A pass whose rows are not read in batches of a size is not dealt again."""
         ...
 
 
@@ -381,7 +377,7 @@ class Shard(DataIterator):
         if course is not None:
             if wish.batch_size is not None and not wish.is_row_by_row:
                 return course.begin_shared(place.row, missing, wish.batch_size)
-            course.refuse(NOT_BATCHES)
+            course.refuse_unbatched()
         return Alone(Portion(-1, (), self._readers, place.row, missing))
 
 

@@ -4,6 +4,7 @@ All members count alike, and the lowest rank tells the controller now and then. 
 to be on record once is elastic/store/applied_steps.py's.
 """
 
+import math
 import time
 from collections import deque
 from typing import Protocol
@@ -12,6 +13,7 @@ from elastic.protocol.messages.to_controller import ScriptSteps
 from elastic.protocol.step_record import AppliedRecord, StepMetrics
 
 TOLD_EVERY_S = 0.25
+NEVER = -math.inf
 
 
 class Members(Protocol):
@@ -44,7 +46,7 @@ class Applied:
         self._lines: deque[StepMetrics] = deque()
         """That are not known to be on record: a lowest rank that is lost may have told them to a
         controller that is lost, too."""
-        self._told, self._told_at = 0, time.monotonic()
+        self._told, self._told_at = 0, NEVER
         """The last step that needs no telling."""
         self._began: float | None = None
         """When work on the step at hand did; None: it has not."""
@@ -105,6 +107,7 @@ class Applied:
     def go_on(self) -> None:
         """A loss is survived: the lowest rank that is left tells all again that may not have come.
         Work on the step at hand counts from here."""
+        self._told_at = NEVER  # with the first step it is over
         if self._began is not None:
             self._began = time.monotonic()
         if self._lines:

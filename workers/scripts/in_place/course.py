@@ -19,7 +19,7 @@ from elastic.protocol.errors import CollectiveRefused, PeerLost, StepCancelled
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
 from workers.scripts.default_group import DefaultGroup
-from workers.scripts.in_place import call_state
+from workers.scripts.in_place import call_state, rule
 from workers.scripts.in_place.applied import Applied, Recording
 from workers.scripts.in_place.call_state import CallAgain, CallState, GoOn, InPass, judge
 from workers.scripts.in_place.collective import OwnCollective, plain
@@ -33,18 +33,6 @@ CALLED = {call_state.UNIT: "backward()", call_state.BARRIER: "torch.distributed'
 
 REUSED = 8
 """Units in a row may be of the batches at hand, as those of several models are."""
-FROM_ELSEWHERE = (
-    "samples come from no DataLoader: those of a lost rank would be missed; "
-    "elastic.torch.on_missing(samples='survivors') accepts that"
-)
-AFTER_A_LOSS = "with fewer ranks than it was called with, the script met"
-OTHER_RANKS = "ranks are other members' since the script has called a collective that names some"
-OTHER_ORDER = "a sampler of Accelerate's has not the same order on all ranks: give them one seed"
-IN_FLIGHT = "a collective of the script's own is in flight while gradients meet"
-OTHERS = (
-    "a model has parameters that it had not when DistributedDataParallel was made of it: their "
-    "gradients are not shared"
-)
 
 
 class Regrouping(Recording, Protocol):
@@ -70,6 +58,15 @@ class Regrouping(Recording, Protocol):
 
     def unwind(self) -> NoReturn:
         """The script is to be called again. Raises StepCancelled."""
+        ...
+
+    def end_unit(self) -> None:
+        """Gradients have met."""
+        ...
+
+    @property
+    def how_it_grows(self) -> str:
+        """When new ranks enter, in words."""
         ...
 
 
@@ -233,7 +230,7 @@ class Course:
         if self.training.has_new_parameters:
             self.training.has_new_parameters = False
             if any(m.has_others() for model in self.models if (m := model()) is not None):
-                self.refuse(OTHERS)
+                self.refuse(rule.NEW_PARAMETERS.why)
         if not any([loader.begin_forward() for loader in self.loaders]):
             for loader in self.loaders:
                 loader.take_back()
@@ -246,6 +243,7 @@ class Course:
     def end_unit(self, size: int, num_refusing: int) -> None:
         """What was delivered before its forward has counted, the part of every member. size: so
         many have had one. num_refusing: members that have news."""
+        self._regrouping.end_unit()
         has_all = size == len(self.members)
         members = self.members if has_all else self.operations.members_before
         used = [loader.count(is_training=True, members=members) for loader in self.loaders]
@@ -254,7 +252,7 @@ class Course:
         training.is_open = False
         training.num_without_samples += 1
         if training.num_without_samples > REUSED and self.operations.samples != "survivors":
-            self.suspect(FROM_ELSEWHERE)
+            self.suspect(rule.ELSEWHERE.why)
         if num_refusing and not training.is_refusal_heard:
             self._hear_news()
         if training.suspicion:
@@ -273,7 +271,7 @@ class Course:
         known: dict[int, str] = {}
         for _, of_member in said.values():
             if any(known.setdefault(number, order) != order for number, order in of_member):
-                self.suspect(OTHER_ORDER)
+                self.suspect(rule.OTHER_ORDER.why)
         found = [f"rank {member}: {why}" for member, (why, _) in said.items() if why]
         if found:  # else whoever has refused is lost
             self.training.is_refusal_heard = True
@@ -294,7 +292,7 @@ class Course:
         self.check()
         now = self.operations
         if now.num_collectives:
-            self.refuse(IN_FLIGHT)
+            self.refuse(rule.IN_FLIGHT.why)
         now.doing, number = what, now.num_done
         with self.group.waiting(CALLED.get(what, what)):
             while now.num_done == number:
@@ -349,7 +347,7 @@ class Course:
         before = self.members
         self.check()
         if self.members != before and (is_by_rank or self._has_moved(own.source, before)):
-            self.deny(OTHER_RANKS)
+            self.deny(rule.OTHER_RANKS.why)
         training = self.training
         is_training = training.is_open or (training.has_begun and torch.is_grad_enabled())
         training.gathers |= is_by_rank and is_training
@@ -406,7 +404,7 @@ class Course:
         """The group is that of the members that are left. StepCancelled: the script is to be called
         again."""
         if isinstance(error, CollectiveRefused) and self.operations.num_losses:
-            self.deny(f"{AFTER_A_LOSS} {error}")
+            self.deny(rule.AFTER_A_LOSS.of(str(error)))
         while True:
             group = self._regrouping.regroup(error)
             if group is None:
@@ -486,7 +484,8 @@ class Course:
         if self.group.rank() == 0:
             print(
                 f"elastic: a rank is lost, and the script goes on in place with "
-                f"{len(self.members)} of {self.num_ranks} ranks. Whatever it has kept of "
+                f"{len(self.members)} of {self.num_ranks} ranks; "
+                f"{self._regrouping.how_it_grows}. Whatever it has kept of "
                 f"torch.distributed.get_world_size() is {self.num_ranks} still: a loss or a "
                 "metric that is scaled by it is wrong from here on",
                 file=sys.stderr,

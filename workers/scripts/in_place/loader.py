@@ -14,16 +14,16 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from workers.scripts.in_place.call_state import InPass
+from workers.scripts.in_place import rule
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.dealing import Loss, Plan, Shape, dealt_again, plan_of
+from workers.scripts.in_place.passes import Dealer, Pass
 from workers.scripts.in_place.sampled import is_shard, is_shared, sampled
 from workers.scripts.ranks import module_of
 from workers.torch_private.loading import hand_batches
@@ -36,21 +36,14 @@ REMEMBERED = 4
 """Loaders of the script's that are gone: what they have left over may still be used."""
 
 
-class Dealer:
-    """Of one loader of the script's: its passes, one after the other. It holds neither the loader
-    nor what that has loaded, which the script may be done with."""
+class LoaderDealer(Dealer["LoaderPass"]):
+    """Of one loader of the script's. It holds neither the loader nor what that has loaded, which
+    the script may be done with."""
 
     def __init__(self, course: Course, number: int, loader: Any) -> None:
         """number: of the loader, in the order in which the script has begun them."""
-        self._course, self._number = course, number
+        super().__init__(course, number)
         self._loader, self._dataset = weakref.ref(loader), reference(loader.dataset)
-        self._num_passes = 0
-        self._has_trained = False
-        self._pass: Pass | None = None
-
-    @property
-    def number(self) -> int:
-        return self._number
 
     @property
     def is_gone(self) -> bool:
@@ -62,63 +55,12 @@ class Dealer:
         has_ended = self._pass is not None and self._pass.has_ended
         return has_ended and self._dataset() is dataset
 
-    def begin(self, loader: Any, carried: Sequence[int]) -> "Pass":
+    def begin(self, loader: Any, carried: Sequence[int]) -> "LoaderPass":
         """The next pass. carried: samples that other loaders of these data have left over."""
         carried = [*self.take_left_over(), *carried]
-        self._num_passes += 1
-        losses = [
-            loss
-            for number, loss in self._course.losses.get(self.number, [])
-            if number == self._num_passes
-        ]
-        self._pass = Pass(self._course, loader, carried, losses)
-        return self._pass
-
-    def stand(self) -> InPass:
-        if self._pass is None:
-            return InPass(self.number, 0, -1, -1)
-        return InPass(self.number, self._num_passes, self._pass.drawn, self._pass.counted)
-
-    def lose(self, index: int, number: int, loss: Loss) -> None:
-        if self._pass is not None and (index, number) == (self.number, self._num_passes):
-            self._pass.lose(loss)
-
-    @property
-    def is_measured(self) -> bool:
-        return self._pass is not None and self._pass.is_measured
-
-    def begin_forward(self) -> bool:
-        """What comes to the script from now on is not of this forward. Whether it may be of what
-        has come."""
-        of = self._pass
-        if of is None:
-            return False
-        is_new = of.is_training and of.delivered > of.forwarded
-        of.forwarded = of.delivered
-        self._has_trained |= is_new
-        return is_new
-
-    def measure(self) -> None:
-        """A forward without gradients has begun. A loader that has trained is one to train."""
-        if self._pass is not None and not self._has_trained:
-            self._pass.measure()
-
-    def take_back(self) -> None:
-        """A forward with gradients has begun, and none has a batch that was not measured."""
-        if self._pass is not None:
-            self._has_trained |= self._pass.take_back()
-
-    def count(self, *, is_training: bool, members: Sequence[int]) -> int:
-        """is_training: a unit has ended; else a collective outside of training. Gives how many
-        samples of these members have come to count in training."""
-        of = self._pass
-        if of is None:
-            return 0
-        if is_training:
-            return of.count(of.forwarded, members)
-        if not of.is_training:
-            of.count(of.delivered, members)
-        return 0
+        losses = self._begin()
+        self._pass = begun = LoaderPass(self._course, loader, carried, losses)
+        return begun
 
     def take_left_over(self) -> list[int]:
         """Of the newest pass; it has no more then."""
@@ -139,19 +81,6 @@ def reference(dataset: Any) -> Callable[[], Any]:
         return weakref.ref(dataset)
     except TypeError:
         return lambda: None
-
-
-@dataclass(slots=True)
-class Use:
-    """Of a pass: what for."""
-
-    is_training: bool = True
-    is_measured: bool = False
-    """It is drawn with gradients, and its batches have forwards without them only."""
-    num_measured: int = 0
-    """So many iterations are not trained on, although others are."""
-    delivered_at: int = -1
-    """With the newest batch the script has had so many, of all loaders."""
 
 
 class Order:
@@ -194,14 +123,14 @@ class Order:
             next(own, None)
 
 
-class Pass:
-    """One pass over the data, on one member: what is drawn, and where it stands."""
+class LoaderPass(Pass):
+    """One pass of a loader's, on one member: what is drawn, and whose it is."""
 
     def __init__(
         self, course: Course, loader: Any, carried: Sequence[int], losses: Sequence[Loss]
     ) -> None:
         """carried: samples of the pass before. losses: those that others have met in this pass."""
-        self._course = course
+        super().__init__(course)
         members = losses[0].before if losses else course.members
         self._order = Order(loader.batch_sampler, carried, members, losses)
         self._num_taken = 0
@@ -212,13 +141,10 @@ class Pass:
         """Iterations that are being loaded, in order; None: of a share that was dealt again."""
         self._held: deque[tuple[int, bool]] = deque()
         """Drawn by a loader around this one, which has not delivered them; and whether to train."""
-        self.drawn = self.delivered = self.forwarded = self.counted = -1
-        self._use = Use()
         self.holds_back = False
         """A loader around this one says what it delivers."""
         self.draws_ahead = False
         """A loader around this one draws a batch before it delivers the one before."""
-        self.has_ended = False
 
     @cached_property
     def _plan(self) -> Plan:
@@ -232,19 +158,10 @@ class Pass:
         """Of its samples in their order."""
         return hashlib.sha256(self._order.samples.tobytes()).hexdigest()
 
-    @property
-    def is_training(self) -> bool:
-        return self._use.is_training
-
-    @property
-    def is_measured(self) -> bool:
-        return self._use.is_measured
-
     def draw(self, batches: Iterator[Any]) -> Any:
         """The next batch of these that is not of a share that was dealt again."""
         self._course.check()
-        if torch.is_grad_enabled():
-            self._course.applied.begin()
+        self.ask()
         while True:
             try:
                 batch = next(batches)
@@ -256,10 +173,7 @@ class Pass:
             iteration = self._loading.popleft()
             if iteration is not None:
                 break
-        has_gradients = torch.is_grad_enabled()
-        self.drawn = iteration
-        self._use.is_training = has_gradients and not self.is_measured
-        self._held.append((iteration, has_gradients))
+        self._held.append((iteration, self._draw(iteration)))
         if len(self._held) > 1 if self.draws_ahead else not self.holds_back:
             self.deliver()
         return batch
@@ -270,30 +184,10 @@ class Pass:
             self.delivered, is_training = self._held.popleft()
             size = len(self._plan.share(self.delivered, self._course.member))
             if is_training:
-                self._course.add_samples(size, self._plan.usual(self.delivered))
-                self._use.delivered_at = self._course.training.num_batches
+                self._give(size, self._plan.usual(self.delivered))
 
-    def measure(self) -> None:
-        """The newest batch of the script's has had a forward without gradients; is it of here?"""
-        if self.is_training and self._use.delivered_at == self._course.training.num_batches:
-            self._use.is_training, self._use.is_measured = False, True
-
-    def take_back(self) -> bool:
-        """The newest batch of the script's is trained on; is it of here?"""
-        if not self.is_measured or self._use.delivered_at != self._course.training.num_batches:
-            return False
-        self._use.is_training, self._use.is_measured = True, False
-        self._use.num_measured = self.delivered
-        return True
-
-    def count(self, until: int, members: Sequence[int]) -> int:
-        """All iterations up to this one have counted. Gives the samples that these members have
-        used in them for training."""
-        new = range(max(self.counted + 1, self._use.num_measured), until + 1)
-        self.counted = until
-        if not self.is_training:
-            return 0
-        return sum(self._plan.num_used(iteration, members) for iteration in new)
+    def _num_used(self, iteration: int, members: Sequence[int]) -> int:
+        return self._plan.num_used(iteration, members)
 
     def next_indices(self, own: Iterator[Any]) -> list[int]:
         """Of the dataset, for what is loaded next. own: see `Order.keep_up`."""
@@ -328,7 +222,7 @@ class Pass:
 class Batches:
     """Of one pass: an iterator like DataLoader's own. What is loaded goes with it."""
 
-    def __init__(self, of: Pass, batches: Iterator[Any]) -> None:
+    def __init__(self, of: LoaderPass, batches: Iterator[Any]) -> None:
         """batches: DataLoader's own."""
         self._of, self._batches = of, batches
 
@@ -348,7 +242,7 @@ class Batches:
 class Indices:
     """May have more to give after it had none: what is left is dealt again."""
 
-    def __init__(self, of: Pass, own: Iterator[Any]) -> None:
+    def __init__(self, of: LoaderPass, own: Iterator[Any]) -> None:
         """own: see `Order.keep_up`."""
         self._of, self._own = of, own
 
@@ -364,12 +258,12 @@ class Loaders:
 
     def __init__(self, course: Course) -> None:
         self._course = course
-        self._dealers: weakref.WeakKeyDictionary[Any, Dealer] = weakref.WeakKeyDictionary()
-        self._newest: list[Dealer] = []
+        self._dealers: weakref.WeakKeyDictionary[Any, LoaderDealer] = weakref.WeakKeyDictionary()
+        self._newest: list[LoaderDealer] = []
         """The loaders that were begun last, of which some may be gone."""
-        self._shards: list[Dealer] = []
+        self._shards: list[Dealer[Any]] = []
         self._num_begun = 0
-        self._opening: tuple[Any, Pass] | None = None
+        self._opening: tuple[Any, LoaderPass] | None = None
         """A loader's batch sampler, and its pass."""
         self._holds_back = False
 
@@ -378,7 +272,7 @@ class Loaders:
         self._course.check()
         if not is_shared(loader, self._course.seats):
             if torch.is_grad_enabled():
-                self._course.suspect("a DataLoader has no DistributedSampler of torch's")
+                self._course.suspect(rule.NOT_DEALT.why)
             return rays_own(loader)
         opened = self._dealer(loader).begin(loader, self._carried(loader))
         opened.holds_back = self._holds_back
@@ -405,10 +299,10 @@ class Loaders:
         finally:
             vars(loader)["batch_sampler"] = before
 
-    def _dealer(self, loader: DataLoader[Any]) -> Dealer:
+    def _dealer(self, loader: DataLoader[Any]) -> LoaderDealer:
         if (found := self._dealers.get(loader)) is not None:
             return found
-        made = self._dealers[loader] = Dealer(self._course, self._num_begun, loader)
+        made = self._dealers[loader] = LoaderDealer(self._course, self._num_begun, loader)
         self._num_begun += 1
         if len(self._newest) == REMEMBERED and self._newest[0].is_gone:
             self._tell_unused(self._newest[:1])
@@ -416,13 +310,13 @@ class Loaders:
         self._note()
         return made
 
-    def add(self, shard: Dealer) -> None:
+    def add(self, shard: Dealer[Any]) -> None:
         """Of Ray Data: it is dealt as loaders are."""
         self._shards.append(shard)
         self._note()
 
     def _note(self) -> None:
-        dealers = {*self._newest, *self._dealers.values(), *self._shards}
+        dealers: set[Dealer[Any]] = {*self._newest, *self._dealers.values(), *self._shards}
         self._course.loaders = sorted(dealers, key=lambda dealer: dealer.number)
 
     def _carried(self, loader: DataLoader[Any]) -> list[int]:
@@ -454,7 +348,7 @@ class Loaders:
         """The script has returned: what a loader would have dealt in another pass is told."""
         self._tell_unused({*self._newest, *self._dealers.values()})
 
-    def _tell_unused(self, dealers: Iterable[Dealer]) -> None:
+    def _tell_unused(self, dealers: Iterable[LoaderDealer]) -> None:
         if left := sum(len(dealer.take_left_over()) for dealer in dealers):
             log.warning("%d samples of lost ranks were used in no pass: none followed", left)
 

@@ -21,9 +21,11 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from workers.scripts.in_place import rule
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.ddp import Backward, Replica, replica_of
 from workers.scripts.in_place.loader import Loaders
+from workers.scripts.in_place.rule import Obstacle
 from workers.torch_private import c10d as private
 from workers.torch_private.autograd import at_end_of_backward
 
@@ -66,8 +68,8 @@ def of_models(course: Course) -> list[Seam]:
     def make_reducer(
         module: Any, parameters: Any, expect_sparse: Any, names: Any, is_static: Any
     ) -> None:
-        if why := model_refusal(module, expect_sparse):
-            course.refuse(why)
+        if obstacle := obstacle_of(module, expect_sparse):
+            course.refuse(obstacle.why)
             torchs_init(module, parameters, expect_sparse, names, is_static)
         else:
             module.logger = None
@@ -134,25 +136,22 @@ def denied(course: Course, name: str) -> Callable[..., Any]:
 
     def call(module: Any, *args: Any, **named: Any) -> Any:
         if replica_of(module) is not None:
-            course.deny(f"the script uses DistributedDataParallel.{name}")
+            course.deny(rule.OWN_REDUCTION.of(name))
         return torchs_own(module, *args, **named)
 
     return call
 
 
-def model_refusal(module: Any, expect_sparse: Any) -> str:
-    """Why this model's gradients are left to torch's own reducer; empty: they are ours."""
+def obstacle_of(module: Any, expect_sparse: Any) -> Obstacle | None:
+    """Why this model's gradients are left to torch's own reducer; None: they are ours."""
     checks = (
-        (
-            module.process_group is not torch.distributed.group.WORLD,
-            "a model has a process group of its own",
-        ),
-        (module.mixed_precision is not None, "a model has DDP's mixed_precision"),
-        (any(expect_sparse), "a model has sparse gradients"),
-        (module.is_multi_device_module, "a model is on several devices"),
-        (private.delays_reduction(module), "a model delays the reduction of parameters"),
+        (module.process_group is not torch.distributed.group.WORLD, rule.OWN_GROUP),
+        (module.mixed_precision is not None, rule.MIXED_PRECISION),
+        (any(expect_sparse), rule.SPARSE),
+        (module.is_multi_device_module, rule.SEVERAL_DEVICES),
+        (private.delays_reduction(module), rule.DELAYED),
     )
-    return next((why for is_so, why in checks if is_so), "")
+    return next((obstacle for is_so, obstacle in checks if is_so), None)
 
 
 def of_loaders(course: Course, loaders: Loaders) -> list[Seam]:
@@ -194,23 +193,21 @@ def of_others(course: Course) -> list[Seam]:
     @wraps(torchs_init)
     def make_optimizer(self: Any, *args: Any, **named: Any) -> None:
         if type(self).__module__.startswith(SHARED_OPTIMIZERS):
-            course.refuse(f"the optimizer is {type(self).__name__}: ranks share its state or steps")
+            course.refuse(rule.SHARED_OPTIMIZER.of(type(self).__name__))
         torchs_init(self, *args, **named)
 
     return [
-        (LBFGS, "step", refused(course, LBFGS, "step", "the optimizer is LBFGS: each rank decides "
-         "by its own loss how often it is called")),
+        (LBFGS, "step", refused(course, LBFGS, "step", rule.LBFGS)),
         (Optimizer, "__init__", make_optimizer),
-        (DeviceMesh, "__init__", refused(course, DeviceMesh, "__init__", "the script has a device "
-         "mesh, as FSDP and tensor parallelism have")),
-    ]  # fmt: skip
+        (DeviceMesh, "__init__", refused(course, DeviceMesh, "__init__", rule.DEVICE_MESH)),
+    ]
 
 
-def refused(course: Course, owner: Any, name: str, why: str) -> Callable[..., Any]:
+def refused(course: Course, owner: Any, name: str, obstacle: Obstacle) -> Callable[..., Any]:
     torchs_own = owner.__dict__[name]
 
     def call(self: Any, *args: Any, **named: Any) -> Any:
-        course.refuse(why)
+        course.refuse(obstacle.why)
         return torchs_own(self, *args, **named)
 
     return call
@@ -236,7 +233,7 @@ def hearing_of_parameters(course: Course) -> Iterator[None]:
     def hear(module: Any, *_: Any) -> None:
         course.training.has_new_parameters = True
         if type(module).__module__.startswith(FSDP1):
-            course.refuse("a model is in FSDP's FullyShardedDataParallel")
+            course.refuse(rule.FSDP1.why)
 
     with ExitStack() as stack:
         stack.callback(register_module_parameter_registration_hook(hear).remove)

@@ -5,16 +5,14 @@ elastic/on_ray/feed/shard.py's.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
-
-import torch
+from typing import NoReturn
 
 from elastic.data.portions import UNUSED, Portion, Spans, Standing, length
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.dealing import Loss
-from workers.scripts.in_place.loader import Dealer, Pass, Use
+from workers.scripts.in_place.passes import Dealer, Pass
+from workers.scripts.in_place.rule import NOT_BATCHES
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +22,8 @@ FEW = (
 TWO = "a rank is lost while two passes over one data set are under way"
 
 
-class ShardDealer(Dealer):
-    """Of one shard that all ranks share: its passes, one after the other."""
+class ShardDealer(Dealer["ShardPass"]):
+    """Of one shard that all ranks share."""
 
     def __init__(
         self,
@@ -36,15 +34,8 @@ class ShardDealer(Dealer):
     ) -> None:
         """number: no loader's, and the same on all ranks. tell: the data sets' server who is left.
         call_again: the script, as it cannot go on in place from here."""
-        self._course, self._number, self._tell, self._call_again = course, number, tell, call_again
-        self._num_passes = 0
-        self._has_trained = False
-        self._pass: Pass | None = None
-
-    @property
-    def is_gone(self) -> bool:
-        """The script may ask for it again."""
-        return False
+        super().__init__(course, number)
+        self._tell, self.call_again = tell, call_again
 
     @property
     def readers(self) -> tuple[int, ...]:
@@ -53,12 +44,7 @@ class ShardDealer(Dealer):
 
     def begin_shared(self, row: int, missing: Spans, batch_size: int) -> "ShardPass":
         """The next pass, from its row on."""
-        self._num_passes += 1
-        losses = [
-            loss
-            for number, loss in self._course.losses.get(self.number, [])
-            if number == self._num_passes
-        ]
+        losses = self._begin()
         members = losses[0].before if losses else self._course.members
         last = Portion(-1, (), members, row, missing)
         self._pass = begun = ShardPass(self, self._course, last, batch_size, losses)
@@ -69,15 +55,12 @@ class ShardDealer(Dealer):
         if index == self.number:
             self._tell(loss.after)
 
-    def refuse(self, why: str) -> None:
-        """What follows is not dealt again: the next loss has the script called again, as it is now
+    def refuse_unbatched(self) -> None:
+        """A pass that is not dealt again: the next loss has the script called again, as it is now
         if a rank is lost already."""
-        self._course.refuse(why)
+        self._course.refuse(NOT_BATCHES.why)
         if self._course.operations.num_losses:
-            self._course.deny(f"{why}, and a rank is lost")
-
-    def call_again(self, why: str) -> NoReturn:
-        self._call_again(why)
+            self._course.deny(f"{NOT_BATCHES.why}, and a rank is lost")
 
     def is_newest(self, of: "ShardPass") -> bool:
         return self._pass is of
@@ -96,19 +79,11 @@ class ShardPass(Pass):
     ) -> None:
         """last: what is before the first portion. losses: those that others have met in this
         pass."""
-        self._dealer, self._course, self._batch_size = dealer, course, batch_size
+        super().__init__(course)
+        self._dealer, self._batch_size = dealer, batch_size
         self._num_losses = course.operations.num_losses
         self.standing = Standing(last, losses)
         self._has_losses = bool(losses)
-        self.drawn = self.delivered = self.forwarded = self.counted = -1
-        self._held: deque[Any] = deque()
-        self._use = Use()
-        self.has_ended = False
-
-    def ask(self) -> None:
-        """The script waits for the next portion."""
-        if torch.is_grad_enabled():
-            self._course.applied.begin()
 
     def deliver_share(self, portion: Portion) -> None:
         """The script is given its share."""
@@ -116,13 +91,9 @@ class ShardPass(Pass):
         if self._course.operations.num_losses != self._num_losses and not is_told:
             self._dealer.call_again(TWO)
         self.standing.deliver(portion)
-        self.drawn = self.delivered = portion.iteration
-        has_gradients = torch.is_grad_enabled()
-        self._use.is_training = has_gradients and not self.is_measured
-        if has_gradients:
-            size = length(portion.share(self._course.member))
-            self._course.add_samples(size, self._batch_size)
-            self._use.delivered_at = self._course.training.num_batches
+        self.delivered = portion.iteration
+        if self._draw(portion.iteration):
+            self._give(length(portion.share(self._course.member)), self._batch_size)
 
     def end(self, portion: Portion) -> None:
         """The script has had all. StepCancelled if rows of a rank that was lost in this pass have
@@ -136,14 +107,13 @@ class ShardPass(Pass):
         log.warning(UNUSED, num_rows)
 
     def count(self, until: int, members: Sequence[int]) -> int:
-        new = range(max(self.counted + 1, self._use.num_measured), until + 1)
-        portions = [self.standing.portion(iteration) for iteration in new]
-        self.counted = max(self.counted, until)
+        used = super().count(until, members)
         self.standing.count(self.counted)
-        if not self.is_training:
-            return 0
-        shares = [p.share(reader) for p in portions for reader in p.readers if reader in members]
-        return sum(map(length, shares))
+        return used
+
+    def _num_used(self, iteration: int, members: Sequence[int]) -> int:
+        portion = self.standing.portion(iteration)
+        return sum(length(portion.share(r)) for r in portion.readers if r in members)
 
     def lose(self, loss: Loss) -> None:
         self._has_losses = True

@@ -37,6 +37,10 @@ class Nobody:
     def tell_steps(self, said: ScriptSteps) -> AppliedRecord:
         return NONE_APPLIED
 
+    how_it_grows = "nobody enters"
+
+    def end_unit(self) -> None: ...
+
     def unwind(self) -> NoReturn:
         raise AssertionError("nobody calls it again")
 

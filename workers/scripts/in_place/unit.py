@@ -18,6 +18,7 @@ from workers.distributed.device_wait import mark, wait_for
 from workers.distributed.pending import Settling
 from workers.distributed.process_group import Group
 from workers.scripts.in_place.buckets import Bucket, Limits, at_first, rebuilt
+from workers.scripts.in_place.rule import SECOND_GRADIENT
 from workers.torch_private.tensors import copy_all_, multiply_all_
 
 
@@ -26,7 +27,7 @@ class Part:
     """What a member brings to a unit besides its gradients."""
 
     weight: float
-    """1 for a batch of the script's own size."""
+    """By samples: 1 for as many as without a loss."""
     refuses: bool = False
     """It has news that the others have not heard: that it cannot go on in place, for one."""
 
@@ -113,10 +114,7 @@ class Unit:
         number = self._bucket_of[index]
         if index in attempt.heard:
             if number < len(attempt.sums):
-                attempt.failure = SecondGradient(
-                    "a parameter got a second gradient in one backward after the first was sent; "
-                    "use checkpoint(use_reentrant=False)"
-                )
+                attempt.failure = SecondGradient(SECOND_GRADIENT.why)
             return
         attempt.heard.add(index)
         attempt.missing[number] -= 1
@@ -184,7 +182,7 @@ class Unit:
         attempt = self._attempt
         assert attempt is not None
         share = outcome.size / outcome.weight
-        """1 where all had batches of the script's own size: the bits are stock DDP's then."""
+        """1 where all had as many samples as without a loss: the bits are stock DDP's then."""
         unused = set(outcome.unused)
         for bucket, (_, views) in zip(self._buckets, attempt.sums, strict=True):
             means = [
