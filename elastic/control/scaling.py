@@ -68,7 +68,7 @@ def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> 
         members = tuple(ledger.with_state)
         if ledger.behind:  # newcomers enter at the boundary after it
             return form(ledger, members, ledger.behind, at, limits, then_pause=True)
-        ledger, members, why = without_leavers(ledger, members, at, limits, is_kept=is_kept)
+        ledger, members, why = without_leavers(ledger, members, limits, is_kept=is_kept)
         decision = form(ledger, members, NOBODY, at, limits, with_newcomers=True)
         return explain(why, decision)
     level = ledger.with_state - ledger.behind
@@ -185,7 +185,7 @@ def regroup(
         then_pause = bool(ledger.stop) or is_closed
         return form(ledger, survivors, rollers, at, limits, then_pause=then_pause)
     if survivors and not lack(num_usable(ledger, survivors), limits):
-        ledger, staying, why = without_leavers(ledger, survivors, at, limits, is_kept=is_planned)
+        ledger, staying, why = without_leavers(ledger, survivors, limits, is_kept=is_planned)
         return explain(why, form(ledger, staying, rollers, at, limits, with_newcomers=True))
     if ledger.stop:
         return finish(ledger, Waiting(""), "stopped", ledger.stop)
@@ -253,7 +253,6 @@ def must_keep(ledger: Ledger, members: tuple[int, ...], at: float, limits: Limit
 def without_leavers(
     ledger: Ledger,
     survivors: tuple[int, ...],
-    at: float,
     limits: Limits,
     *,
     is_kept: bool,
@@ -263,12 +262,12 @@ def without_leavers(
 
     Those who leave wait in the pool until the generation has formed: newcomers may still read
     their state, which may become the newest. Of a state in parts, who survives a loss gives the
-    others what it holds first, and leaves at a boundary: a lost one may have been the only other
-    that had it.
+    others what it holds first, whatever its notice says, and leaves at a boundary: a lost one may
+    have been the only other that had it.
     """
-    leavers = leavers_of(ledger, survivors)
-    if not (limits.is_whole or is_kept) and has_time(ledger, leavers, at):
+    if not (limits.is_whole or is_kept):
         return ledger, survivors, ""
+    leavers = leavers_of(ledger, survivors)
     staying = tuple(w for w in survivors if w not in leavers)
     is_enough = len(staying) + len(arrivals(ledger)) >= limits.min_workers
     if not leavers or not is_enough or not (staying or is_kept):

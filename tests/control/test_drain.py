@@ -143,10 +143,35 @@ def test_of_a_state_in_parts_who_survives_a_loss_leaves_at_the_next_boundary():
 
 
 def test_who_has_outlived_its_notice_is_not_relied_on_after_a_loss():
+    """Of a whole state everybody has all."""
+    broken = (lost(2, 40.5), suspended(0, 40, at=40.6), suspended(1, 40, at=40.6))
+    _, _, commands = play(LEDGER, Running(ABC), NOTICE, *broken, limits=ONE)
+    assert commands[-1] == Form(Membership(8, (1,)), 40)
+
+
+def test_of_a_state_in_parts_who_has_outlived_its_notice_gives_what_it_holds():
+    """It is still up, and may be the only one that has it; then it leaves at once."""
     limits = replace(ONE, is_whole=False, has_copies=True)
     broken = (lost(2, 40.5), suspended(0, 40, at=40.6), suspended(1, 40, at=40.6))
-    _, _, commands = play(LEDGER, Running(ABC), NOTICE, *broken, limits=limits)
-    assert commands[-1] == Form(Membership(8, (1,)), 40)
+    ledger, phase, commands = play(LEDGER, Running(ABC), NOTICE, *broken, limits=limits)
+    two = Membership(8, (0, 1))
+    assert commands[-1] == Form(two, 40)
+    joined = (Joined(8, rank, 0.0, 41.0, 40) for rank in range(2))
+    ledger, phase, commands = play(ledger, phase, *joined, limits=limits)
+    assert (phase, commands) == (Pausing(two), [Pause(two)])
+    paused = (Paused(8, rank, 41, 42.0) for rank in range(2))
+    assert Form(Membership(9, (1,)), 41) in play(ledger, phase, *paused, limits=limits)[2]
+
+
+def test_who_has_outlived_its_notice_and_goes_while_it_gives_is_lost_as_any_other():
+    """But it had said so: that is no failure."""
+    limits = replace(ONE, is_whole=False, has_copies=True, max_failures=1)
+    broken = (lost(2, 40.5), suspended(0, 40, at=40.6), suspended(1, 40, at=40.6))
+    gone = (lost(0, 41.0), Suspended(8, 1, 40, False, False, 41.1))
+    ledger, _, commands = play(LEDGER, Running(ABC), NOTICE, *broken, *gone, limits=limits)
+    one = Membership(9, (1,))
+    assert commands[-2:] == [Abort(Membership(8, (0, 1))), Form(one, 40)]
+    assert (ledger.losses.failures, ledger.leaving) == (1, some())
 
 
 def test_whom_the_minimum_needs_trains_on_until_it_is_gone_which_is_no_failure():
