@@ -48,6 +48,7 @@ from workers.step.vote import (
     encode,
     kept,
 )
+from workers.train_state.out_of_memory import does_not_fit
 from workers.train_state.train_state import Update
 from workers.verify import verify
 
@@ -269,10 +270,9 @@ class Step:
         """Once all have agreed, an error is that of the step itself, as on every rank."""
         if error is None:
             return not self.committed and self._member.is_cancelled
-        if isinstance(error, StepCancelled):
-            return True
         is_users = not self._is_agreed or (self.committed and lost_peer_in(error) is not None)
-        return is_users and self._member.is_over_with(error)
+        error = does_not_fit(error, self._member.world_size, self._session.fitted_over)
+        return isinstance(error, StepCancelled) or (is_users and self._member.is_over_with(error))
 
     def _end(self, error: BaseException | None) -> bool:
         """True if the block was cancelled, which swallows the error."""

@@ -167,6 +167,8 @@ class CollectiveFailed:
     """No loss will explain it: all wait, or the loop ends the generation of its own accord."""
     is_refused: bool = False
     """The backend refused the call itself, which no connection explains."""
+    too_few: int = 0
+    """So many members have no memory for a step, which more had; 0: that is not why."""
 
 
 @dataclass(frozen=True, slots=True)
