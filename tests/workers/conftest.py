@@ -15,6 +15,14 @@ def place(request):
     where.leave()
 
 
+@pytest.fixture
+def on_device():
+    """Of a test of the simulated device alone."""
+    where.go_to("sim")
+    yield
+    where.leave()
+
+
 @pytest.fixture(params=["cpu", pytest.param("sim", marks=pytest.mark.slow)], scope="module")
 def place_slowly(request):
     """Likewise, where the second time takes too long for `make test`."""
