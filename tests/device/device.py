@@ -3,6 +3,7 @@
 Importing this module builds and registers the device (README.md); the group is nccl_group.py.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from tests.device.build import load
 
 SIM = load()
 NUM_DEVICES = 8
+PID = os.getpid()
+"""A fork of this process has no device, as with CUDA."""
 
 
 class HostTouched(RuntimeError):
@@ -59,7 +62,8 @@ desyncs: Callable[[], list[str]] = SIM.desyncs
 
 def check() -> None:
     """AssertionError if a rule of the device was broken since the last time somebody looked."""
-    assert (races(), host_touches(), desyncs()) == ([], [], [])
+    broken = [*races(), *host_touches(), *desyncs()]
+    assert not broken, broken
 
 
 def slow(name: str, seconds: float, device: int = 0, skip: int = 0, count: int = 1) -> None:
@@ -167,7 +171,8 @@ def _module() -> ModuleType:
     sim.set_device = lambda device: SIM.exchange_device(_index(device)) and None
     sim.synchronize = lambda device=None: SIM.synchronize(_index(device))
     sim.device_count = lambda: NUM_DEVICES
-    sim.is_available = sim.is_initialized = lambda: True
+    sim.is_available = lambda: True
+    sim.is_initialized = lambda: os.getpid() == PID
     sim._initialized = True  # else a recomputed block would draw other numbers
     sim._is_in_bad_fork = lambda: False
     sim._lazy_init = lambda: None

@@ -115,7 +115,8 @@ def run_ranks(
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert not any(thread.is_alive() for thread in threads), "a rank has not come back"
+    raised = [result for result in results if isinstance(result, Exception)]
+    assert not any(t.is_alive() for t in threads), f"a rank has not come back; others: {raised}"
     return results
 
 

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -65,6 +66,24 @@ def test_a_step_goes_on_while_its_snapshot_leaves_and_changes_nothing_of_it(stra
     taken = snapshot.taken()
     assert all(torch.equal(taken[name], tensor) for name, tensor in before.items())
     assert device.counters().pageable_d2h_bytes == 0
+
+
+def test_a_copy_that_is_on_its_way_keeps_the_memory_that_it_is_made_of():
+    """A buffer is a clone in the snapshot, and nobody else has it."""
+    name, strategy = "model/norm.running_mean", build(0, "ddp", "bitwise", rig.Work())
+    snapshot = strategy.train_state.snapshot()
+    device.stick("copy_ to the host")
+    thread = threading.Thread(target=snapshot.take, args=(name,))
+    thread.start()
+    while name in snapshot._left:
+        time.sleep(0.001)  # polling; bounded by the test's own limit
+    with snapshot._lock:
+        _, shape = snapshot.shapes[name]
+    others = [torch.zeros(shape, device="sim:0") for _ in range(4)]
+    assert device.races() == []
+    device.release()
+    thread.join(60)
+    assert len(others) == 4
 
 
 def test_memory_that_a_device_writes_to_is_used_as_it_is(strategy):

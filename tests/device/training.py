@@ -13,18 +13,9 @@ from tests.workers.fake_groups import ThreadGroup, run_threads
 from workers.distributed.device_mesh import Unconnected
 from workers.distributed.process_group import Alone, AnyGroup
 from workers.parallel.strategy import Strategy
-from workers.step.randomness import seed_microbatch
 
 _host_generator = threading.Lock()
 """Ranks are threads, and the host's generator is of the process."""
-
-
-def seed_here(seed: int, step: int, microbatch_id: int) -> None:
-    """The current device's generator gets what the host's would have."""
-    with _host_generator:
-        seed_microbatch(seed, step, microbatch_id)
-        state = torch.get_rng_state()
-    simulated.SIM.set_generator_state(simulated.SIM.current_device(), state)
 
 
 def build(rank: int, parallel: str, reduction: str, work: rig.Work, **options: Any) -> Any:
@@ -41,7 +32,7 @@ def train(
     strategy: Strategy, group: AnyGroup, parallel: str, num_steps: int, **options: Any
 ) -> None:
     where = torch.device("sim", simulated.SIM.current_device())
-    rig.train(strategy, group, parallel, num_steps, device=where, seed=seed_here, **options)
+    rig.train(strategy, group, parallel, num_steps, device=where, **options)
 
 
 def trained_on_device(

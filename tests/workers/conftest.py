@@ -10,6 +10,8 @@ ONLY = os.environ.get("ELASTIC_TEST_DEVICE", "")
 """On which device alone: "cuda" on a machine with a GPU (tests/gpu/README.md)."""
 if ONLY != "cuda":  # torch has one kind of accelerator, and its autograd counts them at first
     from tests.device import device  # noqa: F401
+collect_ignore = ["test_slow_devices.py", "test_steady_step.py"] if ONLY == "cuda" else []
+"""Of the simulated device alone."""
 SLOWLY = pytest.param("sim", marks=pytest.mark.slow)
 
 
@@ -19,6 +21,14 @@ def place(request):
     device, and where a rule of the device was broken the module's last test fails."""
     where.go_to(request.param)
     yield request.param
+    where.leave()
+
+
+@pytest.fixture
+def on_device():
+    """Of a test of the simulated device alone."""
+    where.go_to("sim")
+    yield
     where.leave()
 
 

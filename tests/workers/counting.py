@@ -26,7 +26,7 @@ class CountingGroup:
 
     @property
     def control(self) -> AnyGroup:
-        return cast(AnyGroup, self)
+        return cast(AnyGroup, CountingGroup(self._group.control, self._name, self.sent))
 
     def part(self, name: str, ranks: Sequence[int], timeout_s: float) -> AnyGroup:
         part = self._group.part(name, ranks, timeout_s)

@@ -115,7 +115,7 @@ class Dropping(nn.Module):
         self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
 
     def forward(self, x):
-        keep = torch.rand(x.shape[0], 1) > 0.2
+        keep = torch.rand(x.shape[0], 1, device=x.device) > 0.2
         return x + keep * self.dropout(self.linear(x))
 
 
@@ -248,7 +248,7 @@ class Mixture(nn.Module):
 
     def forward(self, x):
         weights = self.router(x).softmax(-1)
-        result = torch.zeros(x.shape)
+        result = torch.zeros(x.shape, device=x.device)
         for i, expert in enumerate(self.experts):
             result.add_(weights[:, i : i + 1] * (x @ expert))
         return x + result
@@ -345,7 +345,8 @@ class Bert(nn.Module):
         self.classifier = nn.Linear(WIDTH, 4)
 
     def forward(self, ids, pad):
-        x = self.norm(self.words(ids) + self.positions(torch.arange(ids.shape[1])))
+        at = torch.arange(ids.shape[1], device=ids.device)
+        x = self.norm(self.words(ids) + self.positions(at))
         x = self.encoder(x, src_key_padding_mask=pad)
         return self.classifier(torch.tanh(self.pooler(x[:, 0])))
 
@@ -362,7 +363,7 @@ class T5Block(nn.Module):
 
     def forward(self, x, bias=None):
         if self.table is not None:
-            at = torch.arange(x.shape[1])
+            at = torch.arange(x.shape[1], device=x.device)
             bias = self.table((at[:, None] - at[None]).clamp(-3, 3) + 3).permute(2, 0, 1)[None]
         return x + self.attention(self.norm(x), bias=bias), bias
 
@@ -390,7 +391,7 @@ class Alibi(nn.Module):
         self.register_buffer("slopes", torch.tensor([0.5, 0.25])[:, None, None])
 
     def forward(self, x):
-        at = torch.arange(x.shape[1])
+        at = torch.arange(x.shape[1], device=x.device)
         return x + self.attention(x, bias=-self.slopes * (at[:, None] - at[None]).abs())
 
 
@@ -414,7 +415,7 @@ class GivenState(Recurrent):
 
     def forward(self, x):
         for layer in self.layers:
-            x, _ = layer(x, torch.zeros(1, x.shape[0], WIDTH))
+            x, _ = layer(x, torch.zeros(1, x.shape[0], WIDTH, device=x.device))
         return self.last(x[:, -1])
 
 
@@ -452,6 +453,8 @@ class WaveNet(Residual):
         return self.last(self.norm(skips))
 
 
+HOST_ONLY = ("lstm", "gru", "rnn", "given state")
+"""Recurrent layers are computed by other formulas on a device, or by kernels that it lacks."""
 CASES: dict[str, Case] = {
     "a sequence": Case(sequence_of_linears, vectors, square),
     "gates": Case(lambda: Residual(Gate), vectors, square),

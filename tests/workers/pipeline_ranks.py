@@ -10,7 +10,9 @@ from torch.distributed import BroadcastOptions
 
 from elastic.protocol.pipeline import PipelinePlan, Stages, plan_pipeline
 from elastic.protocol.schedule import stages_per_rank
+from tests.workers import where
 from tests.workers.pipeline_models import Case
+from workers.data.placement import to_device
 from workers.parallel.pipeline.block_groups import BlockGroups
 from workers.parallel.pipeline.chain import Chain, find_chain
 from workers.parallel.pipeline.links import Links
@@ -39,13 +41,13 @@ class Trained:
     """A model, and its steps by SGD in stages."""
 
     def __init__(self, case: Case, dtype: torch.dtype | None = None) -> None:
-        torch.default_generator.manual_seed(0)
-        self.case, self.model = case, case.build()
+        torch.manual_seed(0)
+        self.case, self.model = case, case.build().to(where.HERE)
         self.casting = Casting(self.model, dtype)
         if dtype is not None:
             is_half = lambda: self.casting.is_applied  # noqa: E731
             cast_inputs(self.model, blocks_of(self.model), dtype, is_half)
-        self.batches = case.batches()
+        self.batches = to_device(case.batches(), where.HERE)
         self.chain: Chain = find_chain(
             self.model, None, lambda: case.loss(self.model, self.batches[0])
         )
@@ -126,7 +128,7 @@ class Trained:
 
     def _pass(self, passes: StagePasses, i: int, num_left: int) -> float:
         self.buffers.begin_microbatch()
-        torch.default_generator.manual_seed(7 + i)
+        torch.manual_seed(7 + i)
         passes.before_forward(i)
         returned = self.case.loss(self.model, self.batches[i])
         loss = passes.loss_of(returned)
@@ -162,7 +164,7 @@ def plain(case: Case, num_steps: int) -> Trained:
         trained.buffers.begin_step()
         for i in range(count):
             trained.buffers.begin_microbatch()
-            torch.default_generator.manual_seed(7 + i)
+            torch.manual_seed(7 + i)
             returned = case.loss(trained.model, trained.batches[i])
             total = returned[0] if isinstance(returned, tuple) else returned
             reducer.before_backward(i == count - 1)

@@ -12,7 +12,7 @@ import torch
 from tests.workers import where
 from tests.workers.forking import forking
 from workers.distributed import process_group
-from workers.distributed.process_group import Alone, Group
+from workers.distributed.process_group import Alone, Connect, Group
 from workers.distributed.rendezvous import StoreServer
 from workers.distributed.store import StoreClient
 
@@ -127,6 +127,10 @@ class Ranks:
     def _store(self) -> StoreClient:
         return StoreClient(self.address, DEADLINE_S)
 
+    def connect_here(self) -> Connect:
+        """What connects the members of a generation (workers/distributed/backends.py)."""
+        return where.connect_here(self._parts)
+
     def form(
         self, generation: int, members: list[int], operation_timeout_s: float = DEADLINE_S
     ) -> Group:
@@ -138,7 +142,7 @@ class Ranks:
             prefix=f"{generation}",
             rank=members.index(self.index),
             world_size=len(members),
-            connect=where.connect_here(self._parts),
+            connect=self.connect_here(),
             join_timeout_s=DEADLINE_S,
             operation_timeout_s=operation_timeout_s,
         ).wait(DEADLINE_S)

@@ -24,6 +24,7 @@ from workers.parallel.build import build_strategy
 from workers.parallel.over_shards import OverShards
 from workers.parallel.shards import Ownership
 from workers.parallel.strategy import Entered, Formed, Strategy
+from workers.step.randomness import seed_microbatch
 from workers.tensors.local import as_bytes
 from workers.train_state.train_state import TrainState, Update
 
@@ -173,7 +174,7 @@ def train(
     work: Work | None = None,
     after_step: Callable[[TrainState], None] = lambda train_state: None,
     device: torch.device | None = None,
-    seed: Callable[[int, int, int], None] = where.seed,
+    seed: Callable[[int, int, int], None] = seed_microbatch,
 ) -> None:
     """As a session does it, with a vote of what was used."""
     train_state, work = strategy.train_state, work or Work()
@@ -193,7 +194,7 @@ def train(
             i = ids[index]
             train_state.buffers.begin_microbatch()
             seed(3, train_state.step, i)
-            batch = to_device(work.batch(train_state.step, i), device or where.HERE)
+            batch = to_device(work.batch(train_state.step, i), device or where.current())
             loss = train_state.model(batch, i).square().mean()
             reducer.before_backward(index == num_passes - 1)
             (loss * scale).backward()

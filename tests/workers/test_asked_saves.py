@@ -12,6 +12,8 @@ from tests.workers.fake_groups import run_threads
 from tests.workers.session_rig import InThread, Rig
 from workers.train_state.digest import weights_sha256
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 def asked(step, generation=1):
     return Checkpoint(generation, 0, 1, step)
@@ -34,7 +36,7 @@ def rig(tmp_path):
 
 def test_all_ranks_save_the_same_step_whenever_they_hear_of_it(tmp_path):
     torch.set_num_threads(1)
-    rigs = [Rig("bitwise", has_checkpoints=True) for _ in range(2)]
+    rigs = [Rig("bitwise", thread=rank, has_checkpoints=True) for rank in range(2)]
     for rig in rigs:
         rig.member.saver.open(str(tmp_path))
         rig.form(generation=1, step=0)

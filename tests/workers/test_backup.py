@@ -29,6 +29,7 @@ from workers.distributed.process_group import Alone
 from workers.resharding import assemble
 from workers.resharding.assemble import ShardLost
 
+pytestmark = pytest.mark.usefixtures("place_slowly")
 STEPS = 3
 PATIENCE_S = 100.0
 """With holders, which are in the test's process: on a busy machine it may not run for seconds."""
@@ -36,7 +37,7 @@ NEVER = lambda: False  # noqa: E731
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain(place_slowly):
     return undisturbed(2 * STEPS + 1)
 
 
@@ -90,7 +91,7 @@ class Rank:
             train(self.strategy, self.group, self.parallel, 1, **keeping)
         if is_last_held:
             self.backup_client.wait(NEVER)
-        self.group.all_reduce(torch.zeros(1)).wait()  # the others' copies are held, too
+        self.group.control.all_reduce(torch.zeros(1)).wait()  # the others' copies are held, too
 
     def keep(self, does_so):
         return lambda train_state: (
@@ -278,7 +279,8 @@ def test_caches_may_have_grown_differently_in_the_step_that_was_cut_off(holders)
         if ranks.index == 2:
             return None
         if ranks.index < 2:
-            rank.strategy.train_state.model[1].table = torch.ones(5 + ranks.index)
+            cached = rank.strategy.train_state.model[1]
+            cached.table = torch.ones(5 + ranks.index, device=cached.table.device)
             rank.strategy.train_state.buffers.end_microbatch()
             rank.strategy.train_state.buffers.restore()
         rank.enter(2, [0, 1, 3], 1)

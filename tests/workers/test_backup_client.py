@@ -56,6 +56,7 @@ def held(holder) -> list[tuple[int, int]]:
     return sorted((c.key.generation, c.key.step) for c in holder.store.copies())
 
 
+@pytest.mark.usefixtures("place")
 def test_a_generation_that_begins_between_copy_and_push_keeps_its_holder(holders, monkeypatch):
     kept = Kept(holders, every=1)
     kept.backup_client.wait(NEVER)
@@ -78,6 +79,7 @@ def test_a_generation_that_begins_between_copy_and_push_keeps_its_holder(holders
     assert held(holders[1]) == []
 
 
+@pytest.mark.usefixtures("place")
 def test_holders_do_not_keep_the_copies_of_every_generation(holders):
     """At an interval that no generation here reaches, only the first copies are made."""
     kept = Kept(holders, every=50)
@@ -92,6 +94,7 @@ def test_holders_do_not_keep_the_copies_of_every_generation(holders):
     assert held(holders[0]) == [(5, 8)]
 
 
+@pytest.mark.usefixtures("place")
 def test_what_is_held_as_it_was_before_goes_to_another_holder_when_its_own_is_lost(holders):
     kept = Kept(holders, every=1)
     kept.step()
@@ -107,6 +110,7 @@ def test_what_is_held_as_it_was_before_goes_to_another_holder_when_its_own_is_lo
     assert held(holders[1]) == [(2, 2), (2, 3)]
 
 
+@pytest.mark.usefixtures("place")
 def test_who_pauses_has_its_newest_step_held(holders):
     kept = Kept(holders, every=50)
     kept.step()

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from elastic.protocol.errors import UserError
 from elastic.protocol.mesh import microbatch_ids
-from tests.workers.fake_groups import ThreadGroup, run_threads
+from tests.workers import where
 from workers.reduction.tree import FlatLayout, TreeFold
 from workers.reduction.tree_reduction import reduce_tree
 from workers.train_state.train_state import TrackedBuffers
+
+pytestmark = pytest.mark.usefixtures("place")
 
 
 class Counting(nn.Module):
@@ -41,7 +43,11 @@ class Counting(nn.Module):
 
 
 def _x(i: int) -> Tensor:
-    return torch.randn(4, 2, generator=torch.Generator().manual_seed(i))
+    return torch.randn(4, 2, generator=torch.Generator().manual_seed(i)).to(where.current())
+
+
+def counting() -> Counting:
+    return Counting().to(where.current())
 
 
 def _step(buffers: TrackedBuffers, model: nn.Module, group: Any, num_microbatches: int) -> bool:
@@ -66,30 +72,30 @@ def _step(buffers: TrackedBuffers, model: nn.Module, group: Any, num_microbatche
     return True
 
 
-def _three_steps(group: ThreadGroup) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    model = Counting()
+def _three_steps(group: Any) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    model = counting()
     buffers = TrackedBuffers(model)
     assert not _step(buffers, model, group, 7)
     for _ in range(3):
         assert _step(buffers, model, group, 7)
-    return {n: b.numpy().tobytes() for n, b in model.named_buffers()}, buffers.tracked
+    return {n: b.cpu().numpy().tobytes() for n, b in model.named_buffers()}, buffers.tracked
 
 
 def test_changed_buffers_are_found_and_averaged_to_the_same_bits_at_every_world_size() -> None:
-    expected = run_threads(1, _three_steps)[0]
+    expected = where.run_threads(1, _three_steps)[0]
     assert expected[1] == ("anew", "calls", "hidden", "mean")
     for world_size in (2, 3, 5, 7):
-        assert run_threads(world_size, _three_steps) == [expected] * world_size
+        assert where.run_threads(world_size, _three_steps) == [expected] * world_size
 
 
 def test_the_mean_is_over_micro_batches_that_all_start_from_the_committed_value() -> None:
-    model = Counting()
+    model = counting()
     buffers = TrackedBuffers(model, ("anew", "calls", "hidden", "mean"))
 
-    def body(group: ThreadGroup) -> bool:
+    def body(group: Any) -> bool:
         return _step(buffers, model, group, 3)
 
-    assert run_threads(1, body) == [True]
+    assert where.run_threads(1, body) == [True]
     expected = torch.stack([0.1 * _x(i).mean(0) for i in range(3)]).mean(0)
     assert torch.allclose(model.mean, expected)
     assert torch.allclose(model.anew, 0.5 + torch.stack([_x(i).mean() for i in range(3)]).mean())
@@ -98,7 +104,7 @@ def test_the_mean_is_over_micro_batches_that_all_start_from_the_committed_value(
 
 
 def test_a_step_given_up_leaves_the_committed_values() -> None:
-    model = Counting()
+    model = counting()
     buffers = TrackedBuffers(model)
     before = {n: b.clone() for n, b in model.named_buffers()}
     buffers.begin_step()
@@ -110,7 +116,7 @@ def test_a_step_given_up_leaves_the_committed_values() -> None:
 
 
 def test_batch_norm_is_tracked_from_the_start_even_if_it_is_frozen_now() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2), Counting()).eval()
+    model = nn.Sequential(nn.BatchNorm1d(2), counting()).to(where.HERE).eval()
     buffers = TrackedBuffers(model)
     assert buffers.tracked == ("0.num_batches_tracked", "0.running_mean", "0.running_var")
     assert buffers.integer_names == ("0.num_batches_tracked",)
@@ -118,10 +124,10 @@ def test_batch_norm_is_tracked_from_the_start_even_if_it_is_frozen_now() -> None
     buffers.refresh()
     before = model[0].running_mean.clone()
     for _ in range(20):
-        run_threads(1, lambda g: _step(buffers, model[0], g, 7))
+        where.run_threads(1, lambda g: _step(buffers, model[0], g, 7))
     assert torch.equal(model[0].running_mean, before)
     model.train()
-    run_threads(1, lambda g: _step(buffers, model[0], g, 7))
+    where.run_threads(1, lambda g: _step(buffers, model[0], g, 7))
     assert not torch.equal(model[0].running_mean, before)
     assert int(model[0].num_batches_tracked) == 1
 
@@ -130,6 +136,7 @@ def test_integer_buffers_that_depend_on_samples_have_other_hashes() -> None:
     model = nn.Module()
     model.register_buffer("seen", torch.zeros(2, dtype=torch.int32))
     model.register_buffer("flag", torch.zeros((), dtype=torch.bool))
+    model.to(where.HERE)
     buffers = TrackedBuffers(model, ("seen", "flag"))
     buffers.begin_step()
     for i in range(2):
@@ -144,21 +151,21 @@ def test_integer_buffers_that_depend_on_samples_have_other_hashes() -> None:
 
 
 def test_a_tracked_buffer_that_changes_shape_is_an_error_that_names_it() -> None:
-    model = Counting()
+    model = counting()
     buffers = TrackedBuffers(model, ("mean",))
     buffers.begin_step()
     buffers.begin_microbatch()
-    model.mean = torch.zeros(5)
+    model.mean = torch.zeros(5, device=where.HERE)
     with pytest.raises(UserError, match=r"'mean' changed from torch.float32\[2\] to .*\[5\]"):
         buffers.end_microbatch()
 
 
 def test_a_non_persistent_table_that_grows_is_a_cache_and_not_state() -> None:
-    model = Counting()
+    model = counting()
     buffers = TrackedBuffers(model)
     buffers.begin_step()
     buffers.begin_microbatch()
-    model.table = torch.ones(9)
+    model.table = torch.ones(9, device=where.HERE)
     buffers.end_microbatch()
     assert not buffers.untracked_changes()
     buffers.begin_microbatch()
@@ -166,25 +173,25 @@ def test_a_non_persistent_table_that_grows_is_a_cache_and_not_state() -> None:
 
 
 def test_a_follower_commits_the_values_that_members_agreed_on() -> None:
-    def member(group: ThreadGroup) -> bool:
-        model = Counting()
+    def member(group: Any) -> bool:
+        model = counting()
         leader = TrackedBuffers(model, ("anew", "calls", "hidden", "mean"))
         leader.begin_step()
         leader.begin_microbatch()
         model(_x(0))
         leaves = dict(zip(leader.floating, leader.end_microbatch(), strict=True))
-        copy = Counting()
+        copy = counting()
         follower = TrackedBuffers(copy)
         follower.track(leader.tracked)
         follower.commit(leaves, leader.integers, 1)
         leader.commit(leaves, leader.integers, 1)
         return all(torch.equal(a, b) for a, b in zip(model.buffers(), copy.buffers(), strict=True))
 
-    assert run_threads(1, member) == [True]
+    assert where.run_threads(1, member) == [True]
 
 
 def test_a_pass_outside_of_steps_leaves_no_trace_in_any_buffer() -> None:
-    model = Counting()
+    model = counting()
     buffers = TrackedBuffers(model)
     before = {n: b.clone() for n, b in model.named_buffers()}
     buffers.begin_step()

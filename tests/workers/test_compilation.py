@@ -40,6 +40,7 @@ def trained(parallel: str, backend: str | None, **options) -> tuple[str, list[st
     return sha256(strategy), [n for n, _ in strategy.train_state.model.named_parameters()]
 
 
+@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_a_compiled_model_keeps_its_names_and_has_one_hash_for_all_strategies(options):
     """The backend "eager" runs what torch would: its bits are those of the plain model, too."""
@@ -51,6 +52,7 @@ def test_a_compiled_model_keeps_its_names_and_has_one_hash_for_all_strategies(op
     assert found == [(found[0][0], trained("ddp", None)[1])] * 3
 
 
+@pytest.mark.usefixtures("place_slowly")
 def test_a_reshard_keeps_the_bits_of_a_compiled_model_and_compiles_it_a_few_times_only():
     """Or torch would give up compiling after so many meshes."""
 
@@ -73,6 +75,7 @@ def test_a_reshard_keeps_the_bits_of_a_compiled_model_and_compiles_it_a_few_time
     assert run_ranks(2, body) == [(sha256(plain), 0)] * 2
 
 
+@pytest.mark.usefixtures("place")
 def test_a_single_parameter_per_block_is_one_slice():
     strategy, plain = build("fsdp", workload=Dense()), build("ddp", workload=Dense())
     for each, parallel in ((strategy, "fsdp"), (plain, "ddp")):

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from tests.workers import where
 from workers.train_state.digest import file_sha256, full_state, weights_sha256
 
 
@@ -43,13 +44,16 @@ def _expected() -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.usefixtures("place")
 def test_the_hash_is_the_contracts_byte_for_byte() -> None:
-    assert weights_sha256(Model()) == _expected()
-    assert weights_sha256(Model().state_dict()) == _expected()
+    model = Model().to(where.HERE)
+    assert weights_sha256(model) == _expected()
+    assert weights_sha256(model.state_dict()) == _expected()
 
 
+@pytest.mark.usefixtures("place")
 def test_strides_do_not_count_and_one_bit_does() -> None:
-    matrix = torch.randn(3, 4)
+    matrix = torch.randn(3, 4).to(where.HERE)
     assert weights_sha256({"w": matrix}) == weights_sha256({"w": matrix.t().contiguous().t()})
     changed = matrix.clone()
     changed.view(torch.int32)[1, 1] ^= 1

@@ -23,12 +23,14 @@ from tests.workers.test_staged_strategy import Work, build, train
 from workers.backup import client
 from workers.backup.client import BackupClient
 from workers.backup.server import BackupServer
+from workers.data.placement import to_device
 from workers.distributed.process_group import Alone
 from workers.parallel.pipeline.strategy import build_staged
 from workers.parallel.shards import Ownership
 from workers.resharding import assemble
 from workers.resharding.assemble import ShardLost, newest_whole
 
+pytestmark = pytest.mark.usefixtures("place_slowly")
 CASE, STEPS = "llama, tied", 2
 PATIENCE_S = 100.0
 """With the holder, which is in the test's process: on a busy machine it may not run for seconds."""
@@ -48,9 +50,13 @@ def address(holder: BackupServer) -> BackupAddress:
     return BackupAddress("c", *holder.address)
 
 
-@cache
 def plain(num_steps: int) -> str:
     """Of one undisturbed rank."""
+    return _plain(num_steps, where.HERE.type)
+
+
+@cache
+def _plain(num_steps: int, place: str) -> str:
     strategy = build(CASE)
     enter(strategy, Alone(), 0)
     train(strategy, Alone(), CASE, num_steps)
@@ -74,7 +80,7 @@ class Rank:
         self.backup = BackupClient(config, lambda said: None)
         self.backup.hear([at])
         self.strategy = build_staged(work, config, where.HERE, self.backup, 2)
-        batch = work.case.batches()[0]
+        batch = to_device(work.case.batches()[0], where.HERE)
         model = self.strategy.train_state.model
         self.strategy.examine(lambda b: work.loss(model, b), lambda: batch)
         self.strategy.shards.holding = Ownership("initial")
@@ -98,12 +104,12 @@ class Rank:
             keep = lambda state: self.backup.after_step(state, self.place)  # noqa: E731
             train(self.strategy, self.group, CASE, 1, keep)
         self.backup.wait(NEVER)
-        self.group.all_reduce(torch.zeros(1)).wait()  # the others' copies are held, too
+        self.group.control.all_reduce(torch.zeros(1)).wait()  # the others' copies are held, too
 
     def pause(self) -> None:
         self.backup.before_pause(self.strategy.train_state, self.place)
         self.backup.wait(NEVER)
-        self.group.all_reduce(torch.zeros(1)).wait()
+        self.group.control.all_reduce(torch.zeros(1)).wait()
 
 
 def blocks_held(holder: BackupServer) -> dict[int, set[int]]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
@@ -11,15 +12,18 @@ from elastic.protocol.step_record import KnownSteps, VoteHead
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.control.fake_record import step_record
-from tests.workers import session_rig
-from tests.workers.ranks import run_ranks
-from tests.workers.session_rig import CPU, FakeLink, obey
+from tests.workers import session_rig, where
+from tests.workers.ranks import Ranks, run_ranks
+from tests.workers.session_rig import FakeLink, obey
 from tests.workers.sharded_rig import Work, spec, train
 from workers.checkpoint.saver import Saver
 from workers.health.vitals import Vitals
+from workers.membership import member as member_module
 from workers.membership.member import Member
 from workers.membership.state_stream import PeerServer
 from workers.parallel.build import build_strategy
+
+pytestmark = pytest.mark.usefixtures("place_slowly")
 
 
 class Looking(Work):
@@ -45,14 +49,15 @@ class Looks(StepLR):
         super().load_state_dict(state_dict)
 
 
-def member_of(work: Looking, place: str) -> Member:
+def member_of(ranks: Ranks, work: Looking, place: str) -> Member:
+    member_module.connect_for = lambda device, host: ranks.connect_here()
     settings = spec("fsdp")
-    strategy, link = build_strategy(work, settings, CPU), FakeLink()
+    strategy, link = build_strategy(work, settings, where.HERE), FakeLink()
     catalogue = Catalogue(open_folder(place).at("checkpoints"))
     peers = PeerServer("127.0.0.1", "t", lambda: None, 3.0)
     return Member(
         settings, strategy, link, peers,
-        saver=Saver(link, settings), vitals=work.vitals, device=CPU,
+        saver=Saver(link, settings), vitals=work.vitals, device=where.HERE,
         on_load=lambda place, step: strategy.load(catalogue, 0, 0, lambda: None),
         on_log_to=lambda place: None, on_finish=lambda member, place: "",
     )  # fmt: skip
@@ -76,7 +81,7 @@ def test_who_comes_back_from_the_pool_knows_what_the_lowest_rank_knows_and_nothi
     def body(ranks):
         torch.set_num_threads(1)
         work = Looking()
-        member = member_of(work, str(tmp_path))
+        member = member_of(ranks, work, str(tmp_path))
         if ranks.index == 0:
             obey(member, Load("", 0))
             assert obey(member, form(1, 0, 1, None, 0))
@@ -103,7 +108,7 @@ def test_what_is_on_record_counts_although_the_lowest_rank_has_heard_nothing_of_
     def body(ranks):
         torch.set_num_threads(1)
         work = Looking()
-        member = member_of(work, str(tmp_path))
+        member = member_of(ranks, work, str(tmp_path))
         if ranks.index == 1:
             obey(member, Load("", 0))
             assert obey(member, form(1, 0, 1, None, 0))

@@ -15,6 +15,7 @@ from workers.train_state.build import check_threads
 from workers.worker import Worker
 
 ROW = 25
+on_both = pytest.mark.usefixtures("place")
 
 
 class Faulty(Tiny):
@@ -85,6 +86,7 @@ def test_an_error_before_the_first_step_says_so():
     assert message.startswith("before its first step: KeyError: 'x'\nTraceback")
 
 
+@on_both
 def test_an_error_of_the_loss_names_its_rows():
     reporting = Reporting(Faulty(loss=lambda value: raise_(ValueError("no"))))
     _, kind, message = reporting.said()
@@ -95,6 +97,7 @@ def test_an_error_of_the_loss_names_its_rows():
     )
 
 
+@on_both
 def test_an_error_of_the_dataset_names_the_micro_batch_that_it_belongs_to():
     reporting = Reporting(Faulty(sample=lambda: raise_(ValueError("row is broken"))))
     error, kind, message = reporting.said()
@@ -105,6 +108,7 @@ def test_an_error_of_the_dataset_names_the_micro_batch_that_it_belongs_to():
     )
 
 
+@on_both
 def test_an_error_between_steps_says_after_which_one():
     reporting = Reporting(Faulty())
 
@@ -117,6 +121,7 @@ def test_an_error_between_steps_says_after_which_one():
     assert reporting.said()[2].startswith("rank 0 after step 1: ValueError: no evaluation\n")
 
 
+@on_both
 def test_an_error_of_the_commit_names_the_step_that_it_was_to_commit():
     reporting = Reporting(Faulty(loss=lambda value: (value[0] * math.inf, value[1])))
     reporting.rig.train_state.max_nonfinite = 0
@@ -125,6 +130,7 @@ def test_an_error_of_the_commit_names_the_step_that_it_was_to_commit():
     )
 
 
+@on_both
 def test_an_exception_without_a_text_keeps_its_class_and_its_place():
     error, kind, message = Reporting(Faulty(loss=lambda value: raise_(Speechless()))).said()
     assert (type(error), kind) == (Speechless, "user_failed")
@@ -137,6 +143,7 @@ def test_an_exception_without_a_text_keeps_its_class_and_its_place():
 DETACHED = "loss() returned a tensor without a gradient; compute it from the model's output"
 
 
+@on_both
 def test_a_wrong_loss_is_wrong_input_before_the_run_has_begun_and_a_users_error_afterwards():
     def loss(value):
         return value[0].detach(), value[1]

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.errors import WrongInput
-from tests.workers.fake_groups import Done, run_gloo, run_threads
+from tests.workers import where
+from tests.workers.fake_groups import Done, run_gloo
 from workers.reduction.fast import GradientBuckets
+
+on_both = pytest.mark.usefixtures("place")
 
 
 class Branches(nn.Module):
@@ -17,10 +20,13 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
         self.rare, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
         self.wide = nn.Linear(8, 1).double()
+        generator = torch.Generator().manual_seed(0)  # threads share torch's own
+        for parameter in self.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.data.copy_(drawn / 4)
 
     def forward(self, x: Tensor, use_rare: bool) -> Tensor:
         y = self.body(x)
@@ -29,11 +35,13 @@ class Branches(nn.Module):
 
 
 def _batch(i: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
+    generator = torch.Generator().manual_seed(i)
+    return torch.randn(4, 8, generator=generator).to(where.current())
 
 
 def _sums(group: Any, bucket_bytes: int | None = 700, steps: int = 2) -> list[list[float]]:
-    model = Branches()
+    here = where.current()
+    model = Branches().to(here)
     parameters = dict(model.named_parameters())
     buckets = GradientBuckets(parameters, group, bucket_bytes)
     gradients: list[Tensor | None] = []
@@ -45,7 +53,8 @@ def _sums(group: Any, bucket_bytes: int | None = 700, steps: int = 2) -> list[li
             if i == ids[-1]:
                 buckets.arm()
             model(_batch(i), use_rare=i == 11).backward()
-            buckets.add_buffers([torch.tensor([float(i)]).double(), torch.ones(2).double()])
+            sums = torch.tensor([float(i)], device=here), torch.ones(2, device=here)
+            buckets.add_buffers([t.double() for t in sums])
         gradients, buffers = buckets.finish()
     buckets.close()
     assert buffers is not None
@@ -61,17 +70,26 @@ def _close(ours: list[list[float]], theirs: list[list[float]]) -> bool:
     )
 
 
+def _run(world_size: int, folder: Path, body: Any) -> list[Any]:
+    """Ranks that are processes; on devices, threads."""
+    if where.HERE.type == "cpu":
+        return run_gloo(world_size, folder, body)
+    return where.run_threads(world_size, body)
+
+
+@on_both
 @pytest.mark.parametrize("bucket_bytes", [1, 700, None])
 def test_sums_equal_those_of_one_rank(bucket_bytes: int | None, tmp_path: Path) -> None:
-    expected = run_threads(1, lambda g: _sums(g))[0]
-    results = run_gloo(2, tmp_path, lambda g: _sums(g, bucket_bytes))
+    expected = where.run_threads(1, lambda g: _sums(g))[0]
+    results = _run(2, tmp_path, lambda g: _sums(g, bucket_bytes))
     assert results[0] == results[1]
     assert _close(results[0], expected)
 
 
+@on_both
 def test_three_ranks_and_a_parameter_that_one_rank_uses(tmp_path: Path) -> None:
-    expected = run_threads(1, lambda g: _sums(g))[0]
-    for result in run_gloo(3, tmp_path, _sums):
+    expected = where.run_threads(1, lambda g: _sums(g))[0]
+    for result in _run(3, tmp_path, _sums):
         assert _close(result, expected)
 
 
@@ -100,59 +118,68 @@ class Recording:
     all_gather = all_to_all
 
 
+def _rows() -> Tensor:
+    return torch.randn(2, 4).to(where.HERE)
+
+
 def _chain(group: Any) -> tuple[nn.Module, GradientBuckets]:
-    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(5)])
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(5)]).to(where.HERE)
     buckets = GradientBuckets(dict(model.named_parameters()), group, bucket_bytes=1)
     buckets.begin()
     buckets.arm()
     return model, buckets
 
 
+@on_both
 def test_buckets_are_launched_while_backward_still_runs() -> None:
     group = Recording()
     model, buckets = _chain(group)
     launched: list[int] = []
     model[0].weight.register_hook(lambda _: launched.append(len(group.sizes)))
-    model(torch.randn(2, 4)).sum().backward()
+    model(_rows()).sum().backward()
     assert launched == [4]
     buckets.finish()
     assert group.sizes == [16] * 5
 
 
+@on_both
 def test_nothing_is_launched_before_the_last_backward() -> None:
     group = Recording()
     model, buckets = _chain(group)
     buckets.begin()
-    model(torch.randn(2, 4)).sum().backward()
+    model(_rows()).sum().backward()
     assert group.sizes == []
     buckets.arm()
-    model(torch.randn(2, 4)).sum().backward()
+    model(_rows()).sum().backward()
     assert group.sizes == [16] * 5
 
 
+@on_both
 def test_a_bucket_waits_for_those_before_it() -> None:
     group = Recording()
     model, buckets = _chain(group)
-    model[:4](torch.randn(2, 4)).sum().backward()
+    model[:4](_rows()).sum().backward()
     assert group.sizes == []
     gradients, _ = buckets.finish()
     assert group.sizes == [16] * 5
     assert not gradients["4.weight"].any()
 
 
+@on_both
 def test_an_error_in_a_hook_comes_out_of_finish_unchanged() -> None:
     error = ConnectionResetError("peer lost")
     model, buckets = _chain(Recording(error))
-    model(torch.randn(2, 4)).sum().backward()
+    model(_rows()).sum().backward()
     with pytest.raises(ConnectionResetError) as caught:
         buckets.finish()
     assert caught.value is error
 
 
+@on_both
 def test_a_second_gradient_after_sending_is_an_error_that_names_the_parameter() -> None:
     model, buckets = _chain(Recording())
     for _ in range(2):
-        model(torch.randn(2, 4)).sum().backward()
+        model(_rows()).sum().backward()
     with pytest.raises(RuntimeError, match=r"'4\.weight' got a second gradient"):
         buckets.finish()
 
@@ -173,10 +200,11 @@ class _Alone(Recording):
         return 1
 
 
+@on_both
 def test_one_rank_has_no_hooks_and_its_gradients_are_the_parameters_own() -> None:
     group = _Alone()
     model, buckets = _chain(group)
-    model(torch.randn(2, 4)).sum().backward()
+    model(_rows()).sum().backward()
     gradients, sums = buckets.finish()
     assert all(gradients[name] is p.grad for name, p in model.named_parameters())
     assert (sums, group.sizes) == (None, [])

@@ -19,12 +19,13 @@ from tests.workers.sharded_rig import (
     undisturbed,
 )
 
+pytestmark = pytest.mark.usefixtures("place_slowly")
 STEPS = 4
 LOST_AFTER = 2
 
 
 @pytest.fixture(scope="module")
-def plain() -> str:
+def plain(place_slowly) -> str:
     return undisturbed(STEPS)[STEPS]
 
 
@@ -46,12 +47,12 @@ def test_it_has_the_bits_of_ddp_at_every_world_size_and_when_a_rank_is_killed(pl
                 ranks.meet([0, 1, 2, 3])  # nobody is in that step any more
                 if ranks.index == 3:
                     ranks.tell("killed")
+                    ranks.say("abort")  # on a device nobody else notices
                     os.kill(os.getpid(), signal.SIGKILL)
 
             try:
                 train(strategy, group, GRID, STEPS, after_step=die)
             except PeerLost:  # in the middle of a step: the others do it again
-                ranks.say("abort")
                 assert has_a_loss
                 strategy.train_state.buffers.restore_all()
                 group = ranks.form(10, [0, 1, 2])

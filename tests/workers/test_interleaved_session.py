@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 from elastic.protocol.schedule import INTERLEAVED, ZERO_BUBBLE
+from tests.workers import where
 from tests.workers.pipeline_models import WIDTH, Counting
 from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.session_rig import Rig
 from tests.workers.sharded_rig import enter
+from workers.data.placement import to_device
 from workers.parallel.pipeline.strategy import Staged
 from workers.parallel.shards import Ownership
 
+pytestmark = pytest.mark.usefixtures("place_slowly")
 STEPS = 3
 
 
@@ -60,6 +63,7 @@ def trained(parallel: str, group: Any = None) -> tuple[str, float, list[Any]]:
     rig = Rig("bitwise", Work(), parallel=parallel)
     if isinstance(rig.strategy, Staged):
         batch = {"x": torch.ones(3, WIDTH), "y": torch.zeros(3, dtype=torch.int64)}
+        batch = to_device(batch, where.HERE)
         model = rig.train_state.model
         loss = partial(rig.workload.loss, model)
         rig.strategy.examine(loss, lambda: dict(batch), is_seen=False)

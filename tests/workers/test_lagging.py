@@ -24,6 +24,7 @@ from workers.membership import member, state_stream
 from workers.train_state.digest import weights_sha256
 from workers.train_state.snapshot import HostMemory
 
+pytestmark = pytest.mark.usefixtures("place")
 LONG_S = 60.0
 LIMIT_S = 6.0
 """Of the backend, for one collective. A rank that is late by less is no loss."""

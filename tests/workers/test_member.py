@@ -12,6 +12,7 @@ from elastic.protocol.messages.to_controller import Suspended
 from elastic.protocol.messages.to_worker import Finish, Pause, Recall
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
+from tests.workers import where
 from tests.workers.fake_groups import Done, run_threads
 from tests.workers.session_rig import InThread, Rig, Tiny, abort, obey
 from workers.distributed.process_group import Alone
@@ -19,6 +20,8 @@ from workers.membership.member import RunEnded
 from workers.membership.state import BrokenInvariant, Holding
 from workers.parallel.shards import Ownership
 from workers.train_state.digest import weights_sha256
+
+pytestmark = pytest.mark.usefixtures("place_slowly")
 
 
 class LosesVote(Alone):
@@ -264,8 +267,8 @@ def test_who_is_done_takes_no_newcomer_into_the_generation_that_ends_the_run(rig
     assert rig.link.of("suspended")[-1][0]["is_between_steps"]
 
 
-@pytest.mark.parametrize("where", ["loss", "commit", "everything"])
-def test_code_that_swallows_the_cancellation_does_not_end_the_run(rigs, where):
+@pytest.mark.parametrize("swallows", ["loss", "commit", "everything"])
+def test_code_that_swallows_the_cancellation_does_not_end_the_run(rigs, swallows):
     calm, cancelled = rigs
     for rig in rigs:
         rig.step()
@@ -274,15 +277,16 @@ def test_code_that_swallows_the_cancellation_does_not_end_the_run(rigs, where):
     swallowing = contextlib.suppress(BaseException)
     with (
         cancelled.session.next_step() as step,
-        swallowing if where == "everything" else contextlib.nullcontext(),
+        swallowing if swallows == "everything" else contextlib.nullcontext(),
     ):
         for batch in step.microbatches():
             loss = cancelled.workload.loss(cancelled.session.model, batch)
-            if where != "commit":
+            if swallows != "commit":
                 cancelled.member.hear(abort(1))
-                loss = torch.zeros(())  # what a fallback gives: nothing to be differentiated
+                # What a fallback gives: nothing to be differentiated.
+                loss = torch.zeros((), device=where.HERE)
             step.backward(loss)
-        if where == "commit":
+        if swallows == "commit":
             cancelled.member.hear(abort(1))
             with swallowing:
                 step.commit()
@@ -412,7 +416,7 @@ def test_the_lowest_rank_alone_reports_a_step():
     torch.set_num_threads(1)
 
     def body(group):
-        rig = Rig("bitwise")
+        rig = Rig("bitwise", thread=group.rank())
         rig.form(generation=1, step=0)
         rig.join(InThread(group.rank(), group._mailboxes))
         assert rig.step().committed

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers import where
 from tests.workers.session_rig import Rig
 from workers.data.loader import LoadedBatch
 from workers.data.step_batches import StepBatches
@@ -52,11 +53,13 @@ def test_a_batch_of_several_forwards_is_loaded_once_and_is_the_same_in_each():
     assert asked == [4, 5]
 
 
+@pytest.mark.usefixtures("place")
 def test_a_value_counts_as_it_was_when_it_was_logged():
-    total, done = torch.tensor([2.0], requires_grad=True), Microbatches()
+    here, done = where.HERE, Microbatches()
+    total = torch.tensor([2.0], requires_grad=True, device=here)
     logged = {"total": kept(total), "count": kept(3)}
-    done.add(torch.tensor(0.5), None, np.zeros(1, np.int64), logged)
-    done.log_late({"late": kept(torch.tensor(True))})
+    done.add(torch.tensor(0.5, device=here), None, np.zeros(1, np.int64), logged)
+    done.log_late({"late": kept(torch.tensor(True, device=here))})
     with torch.no_grad():
         total += 1
     (record,) = done.records([0], [()], torch.Tensor.cpu)

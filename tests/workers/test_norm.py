@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.workers import where
 from workers.reduction.norm import (
     clip_coefficient,
     global_norm,
@@ -22,15 +23,23 @@ from workers.reduction.norm import (
 )
 from workers.reduction.reducers import Magnitude, Reduced
 
+on_both = pytest.mark.usefixtures("place")
+
 
 def _gradients() -> list[torch.Tensor]:
+    return [g.to(where.HERE) for g in _on_host()]
+
+
+def _on_host() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(33, 65), (7,), (), (5, 3, 3, 3), (4, 1), (12, 65), (0, 3), (3, 0), (1, 1001)]
     return [torch.randn(s, generator=generator) * 10.0**i for i, s in enumerate(shapes)]
 
 
+@on_both
 def test_the_norm_is_that_of_all_elements() -> None:
-    gradients = [*_gradients(), torch.randn(3, dtype=torch.complex64), torch.ones(3).bfloat16()]
+    more = [torch.randn(3, dtype=torch.complex64), torch.ones(3).bfloat16()]
+    gradients = [*_gradients(), *(g.to(where.HERE) for g in more)]
     expected = math.sqrt(sum(float(g.abs().double().square().sum()) for g in gradients))
     assert global_norm(gradients) == pytest.approx(expected, rel=1e-13)
     assert global_norm([]) == 0.0
@@ -43,7 +52,7 @@ BOTH = pytest.mark.parametrize("squares_of", [squares_by_norms, squares_by_halve
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("num_shards", [2, 3, 5, 8])
 def test_shards_of_whole_rows_give_the_same_bits(num_shards, num_threads, squares_of) -> None:
-    gradients = [*(g for g in _gradients() if g.dim()), torch.randn(2, 70_000)]
+    gradients = [*(g for g in _on_host() if g.dim()), torch.randn(2, 70_000)]
     torch.set_num_threads(num_threads)
     try:
         whole = squares_of(gradients)
@@ -61,9 +70,19 @@ def test_shards_of_whole_rows_give_the_same_bits(num_shards, num_threads, square
     assert gathered.numpy().tobytes() == whole.numpy().tobytes()
 
 
+@on_both
 def test_the_norm_is_that_of_its_rows() -> None:
     gradients = [g for g in _gradients() if g.dim()]
     assert norm_of_rows(row_squares(gradients)) == global_norm(gradients)
+
+
+@on_both
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_rows_are_folded_in_one_order_wherever_they_are(num_shards) -> None:
+    on_host = [g for g in _on_host() if g.dim()]
+    shards = [[c.to(where.HERE) for c in g.chunk(num_shards)] for g in on_host]
+    found = [torch.cat([squares_by_halves([c]).cpu() for c in cut]) for cut in shards]
+    assert torch.equal(torch.cat(found), squares_by_halves(on_host))
 
 
 def by_halves(gradient: Tensor) -> Tensor:
@@ -91,7 +110,7 @@ def test_rows_have_the_same_bits_in_pieces_of_any_size(
     monkeypatch.setattr("workers.reduction.norm.PIECE_ELEMENTS", {"cpu": piece})
     images = torch.randn(6, 3, 5, 5).to(memory_format=torch.channels_last)
     more = [images, torch.randn(9, 65).bfloat16(), torch.randn(4, 65).cfloat()]
-    gradients = [*(g for g in _gradients() if g.numel() and g.dim()), *more]
+    gradients = [*(g for g in _on_host() if g.numel() and g.dim()), *more]
     expected = torch.cat([defined(g) for g in gradients])
     assert squares_of(gradients).numpy().tobytes() == expected.numpy().tobytes()
 
@@ -140,9 +159,10 @@ def test_the_norm_takes_memory_for_a_few_rows_however_large_the_gradients_are() 
     assert allocated.size_bytes < num_bytes / 4, "a quarter of what the gradients take"
 
 
+@on_both
 def test_strides_and_gradients_stay_what_they_are() -> None:
-    plain = torch.randn(6, 10)
-    double = torch.randn(4, 4).double()
+    plain = torch.randn(6, 10).to(where.HERE)
+    double = torch.randn(4, 4).double().to(where.HERE)
     copies = plain.clone(), double.clone()
     assert global_norm([plain.t().contiguous().t()]) == global_norm([plain])
     global_norm([double])
@@ -150,9 +170,10 @@ def test_strides_and_gradients_stay_what_they_are() -> None:
     assert torch.equal(double, copies[1])
 
 
+@on_both
 def test_a_norm_that_is_not_finite_says_so() -> None:
-    assert math.isnan(global_norm([torch.tensor([1.0, math.nan])]))
-    assert global_norm([torch.tensor([1.0, -math.inf])]) == math.inf
+    assert math.isnan(global_norm([torch.tensor([1.0, math.nan], device=where.HERE)]))
+    assert global_norm([torch.tensor([1.0, -math.inf], device=where.HERE)]) == math.inf
 
 
 def test_clipping_scales_down_only() -> None:
@@ -161,29 +182,31 @@ def test_clipping_scales_down_only() -> None:
     assert clip_coefficient(0.0, 1.0) == 1.0
 
 
+@on_both
 def test_clipping_tells_what_is_not_finite_without_another_pass() -> None:
     gradients = {"a": torch.full((3, 4), 1e30), "b": torch.ones(5)}
+    gradients = {name: g.to(where.HERE) for name, g in gradients.items()}
     squares = {
-        "a": row_squares([gradients["a"]]),
-        "b": row_squares([gradients["b"]]),
+        "a": row_squares([gradients["a"]]).cpu(),
+        "b": row_squares([gradients["b"]]).cpu(),
         "unused": torch.full((2,), math.inf, dtype=torch.float64),  # counts for nothing
     }
     reduced = Reduced(gradients, {}, squares)
-    assert reduced.magnitude(lambda found: found).is_finite, (
-        "float32 numbers have squares in float64"
-    )
-    assert reduced.magnitude(lambda found: found, {"a"}).squares == pytest.approx(12e60 + 5)
+    assert reduced.magnitude(torch.Tensor.cpu).is_finite, "float32 numbers have squares in float64"
+    assert reduced.magnitude(torch.Tensor.cpu, {"a"}).squares == pytest.approx(12e60 + 5)
     gradients["b"][2] = math.nan
-    squares["b"] = row_squares([gradients["b"]])
-    assert not Reduced(gradients, {}, squares).magnitude(lambda found: found).is_finite
-    assert not Reduced(gradients, {}).magnitude(lambda found: found).is_finite
+    squares["b"] = row_squares([gradients["b"]]).cpu()
+    assert not Reduced(gradients, {}, squares).magnitude(torch.Tensor.cpu).is_finite
+    assert not Reduced(gradients, {}).magnitude(torch.Tensor.cpu).is_finite
 
 
+@on_both
 def test_the_pass_that_looks_for_infinities_tells_the_squares_of_what_is_own():
     gradients = {"a": torch.ones(3, 4), "b": torch.full((5,), 2.0)}
+    gradients = {name: g.to(where.HERE) for name, g in gradients.items()}
     for own, squares in ((set(), 0.0), ({"b"}, 20.0), ({"a", "b"}, 32.0)):
-        found = Reduced(gradients, {}).magnitude(lambda found: found, own)
+        found = Reduced(gradients, {}).magnitude(torch.Tensor.cpu, own)
         assert found == Magnitude(is_finite=True, squares=pytest.approx(squares))
     gradients["a"][1, 2] = math.inf
-    assert not Reduced(gradients, {}).magnitude(lambda found: found, {"b"}).is_finite
-    assert Reduced({}, {}).magnitude(lambda found: found) == Magnitude(True, 0.0)
+    assert not Reduced(gradients, {}).magnitude(torch.Tensor.cpu, {"b"}).is_finite
+    assert Reduced({}, {}).magnitude(torch.Tensor.cpu) == Magnitude(True, 0.0)

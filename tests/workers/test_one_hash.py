@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from elastic.protocol.schedule import SCHEDULES
+from tests.workers import where
 from tests.workers.pipeline_models import LENGTHS, Case, Llama, next_token, tokens
 from tests.workers.ranks import Ranks, run_ranks
-from tests.workers.sharded_rig import CPU, enter, sha256, spec
+from tests.workers.sharded_rig import enter, sha256, spec
 from tests.workers.test_staged_strategy import train
+from workers.data.placement import to_device
 from workers.distributed.process_group import Alone
 from workers.parallel.build import build_strategy
 from workers.parallel.pipeline.strategy import Staged
@@ -61,24 +63,45 @@ def hash_after(
     group: Any,
     after_step: Callable[[Any], None] = lambda state: None,
 ) -> str:
+    return trained(build(parallel, kind, precision), num_steps, kind, group, after_step)
+
+
+def build(parallel: str, kind: str, precision: str, **changes: Any) -> Any:
+    """The strategy. changes: of the worker's spec."""
     torch.set_num_threads(1)
     work = Work(MODELS[kind])
     batch_size = 2 * MOST_RANKS
-    config = spec(parallel, global_batch=batch_size, micro_batch=2, precision=precision)
-    strategy: Any = build_strategy(work, config, CPU)
+    sizes = {"global_batch": batch_size, "micro_batch": 2}
+    config = spec(parallel, precision=precision, **sizes, **changes)
+    strategy: Any = build_strategy(work, config, where.current())
     if isinstance(strategy, Staged):
-        batch = work.case.batches()[0]
+        batch = to_device(work.case.batches()[0], where.current())
         strategy.examine(partial(work.loss, strategy.train_state.model), lambda: batch)
     if isinstance(strategy, Staged | Sharded):
         strategy.shards.holding = Ownership("initial")
+    return strategy
+
+
+def trained(
+    strategy: Any,
+    num_steps: int,
+    kind: str,
+    group: Any,
+    after_step: Callable[[Any], None] = lambda state: None,
+) -> str:
+    """Its hash after so many steps."""
     enter(strategy, group, 0)
-    train(strategy, group, work.case, num_steps, after_step)
+    train(strategy, group, MODELS[kind], num_steps, after_step)
     return sha256(strategy)
 
 
-@cache
 def wanted(num_steps: int, kind: str, precision: str) -> str:
     """One rank of ddp's."""
+    return _wanted(num_steps, kind, precision, where.HERE.type)
+
+
+@cache
+def _wanted(num_steps: int, kind: str, precision: str, place: str) -> str:
     before = torch.get_num_threads()
     found = hash_after(num_steps, "ddp", kind, precision, Alone())
     torch.set_num_threads(before)
@@ -112,6 +135,7 @@ def test_every_strategy_schedule_and_number_of_ranks_has_one_hash_after_fifty_st
     assert differing(NUM_STEPS, kind, precision, num_ranks, words) == [[]] * num_ranks
 
 
+@pytest.mark.usefixtures("place_slowly")
 def test_two_steps_of_a_few_of_these_have_one_hash():
     words = ["ddp", "fsdp", "pp:2", "pp:2/ZBVZeroBubble", "pp:4/Interleaved1F1B"]
     words += ["pp:2,fsdp-grad-op", "pp:2/ZBVZeroBubble,fsdp-grad-op"]

@@ -5,6 +5,7 @@ from threading import Lock
 from typing import Any
 
 import pyarrow.fs
+import pytest
 import torch
 from torch import nn
 
@@ -98,6 +99,7 @@ class OneByOne:
         return ReadBy(stream, read_at)
 
 
+@pytest.mark.usefixtures("place_slowly")
 def test_ranks_that_get_their_part_at_different_speeds_begin_together(tmp_path):
     """The slowest takes longer for it than the backend lets a collective wait."""
     place = str(tmp_path)

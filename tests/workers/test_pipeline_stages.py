@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.schedule import INTERLEAVED, ZERO_BUBBLE
-from tests.workers.pipeline_models import CASES, WIDTH, Gate, Residual, square
+from tests.workers import where
+from tests.workers.pipeline_models import CASES, HOST_ONLY, WIDTH, Gate, Residual, square
 from tests.workers.pipeline_ranks import Trained, groups_in, plain
 from tests.workers.ranks import Ranks, run_ranks
 from workers.distributed.process_group import Alone
@@ -18,6 +19,7 @@ from workers.parallel.pipeline.stage import StageModel
 from workers.train_state.digest import weights_sha256
 
 STEPS = 2
+BOTH = [name for name in CASES if name not in HOST_ONLY]
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +36,19 @@ def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
     return [name for name in wanted if not torch.equal(found[name], wanted[name])]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("place_slowly")
+@pytest.mark.parametrize("name", BOTH)
 def test_one_stage_of_all_blocks_computes_what_no_stages_do(name: str):
-    case = CASES[name]
-    trained = Trained(case)
+    compare_with_plain(name)
+
+
+@pytest.mark.parametrize("name", HOST_ONLY)
+def test_one_stage_of_layers_that_the_host_alone_has_computes_what_no_stages_do(name: str):
+    compare_with_plain(name)
+
+
+def compare_with_plain(name: str) -> None:
+    trained = Trained(CASES[name])
     trained.train(groups_in(Alone()), 1, STEPS)
     assert weights_sha256(trained.state()) == hash_of_plain(name)
     # Between forwards the model is the user's.
@@ -46,8 +57,9 @@ def test_one_stage_of_all_blocks_computes_what_no_stages_do(name: str):
 
 @cache
 def hash_of_plain(name: str) -> str:
-    case = CASES[name]
-    return weights_sha256(plain(case, STEPS).state())
+    """On the CPU."""
+    with where.on_cpu():
+        return weights_sha256(plain(CASES[name], STEPS).state())
 
 
 def bits_of(
@@ -78,9 +90,10 @@ def check(results: list[dict[str, str]], num_cases: int) -> None:
     assert wrong == []
 
 
+@pytest.mark.usefixtures("place_slowly")
 def test_two_stages_of_every_model_have_the_bits_of_the_whole_one():
     """Those that have four blocks also on ranks of two stages, with backwards in halves."""
-    names = list(CASES)
+    names = list(CASES) if where.HERE.type == "cpu" else BOTH
     longer = [name for name in names if len(Trained(CASES[name]).chain.names) >= 4]
     assert len(longer) > 15
 
@@ -94,6 +107,7 @@ def test_two_stages_of_every_model_have_the_bits_of_the_whole_one():
 SOME = ["in place", "llama, tied", "llama, dropout", "resnet", "t5"]
 
 
+@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize(
     "names",
     [
@@ -107,6 +121,7 @@ def test_pipelines_side_by_side_and_of_mixed_depth_have_the_bits_of_none(names: 
     check(results, len(worlds) * len(names))
 
 
+@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE])
 def test_ranks_that_have_two_stages_each_have_the_bits_of_none(schedule: str):
     """Of two and of three ranks the first one has both blocks that use a matrix."""
@@ -123,6 +138,7 @@ def test_ranks_that_have_two_stages_each_have_the_bits_of_none(schedule: str):
     assert f"deep/5 as [3, 2]/{schedule}" in results[0]
 
 
+@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(schedule: str):
     def body(ranks: Ranks) -> tuple[int, int, list[float]]:
@@ -141,6 +157,7 @@ def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(schedule: str)
     assert not any(math.isnan(loss) for loss in last[2])
 
 
+@pytest.mark.usefixtures("place_slowly")
 def test_half_precision_travels_as_such_and_changes_no_bit():
     def body(ranks: Ranks) -> list[str]:
         wanted = Trained(CASES["llama"], torch.bfloat16)

@@ -3,20 +3,24 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 
+from tests.workers import where
 from workers.step.randomness import seed_dataset, seed_microbatch, seed_sample
 
 
 def _draws() -> tuple[float, ...]:
     return (
         *torch.rand(2).tolist(),
+        *torch.rand(2, device=where.HERE).tolist(),
         *np.random.rand(2).tolist(),
         random.random(),
         random.random(),
     )
 
 
+@pytest.mark.usefixtures("place")
 def test_draws_depend_on_the_sample_alone() -> None:
     seed_sample(0, 5)
     first = _draws()
@@ -38,7 +42,7 @@ def test_all_purposes_seeds_positions_and_ids_give_other_draws() -> None:
                 seed_microbatch(seed, step, microbatch_id)
                 seen.add(_draws())
     assert len(seen) == 4 * (1 + 20 + 25)
-    for i in range(6):
+    for i in range(8):
         assert len({draws[i] for draws in seen}) == len(seen)
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.mesh import microbatch_ids
-from tests.workers.fake_groups import run_gloo, run_threads
+from tests.workers import where
+from tests.workers.fake_groups import run_gloo
 from workers.reduction.tree import (
     Block,
     FlatLayout,
@@ -21,9 +22,14 @@ from workers.reduction.tree import (
 from workers.reduction.tree_reduction import reduce_tree
 
 SHAPES = [(7, 3), (5,), (), (2, 3, 2)]
+on_both = pytest.mark.usefixtures("place")
 
 
 def _leaves(microbatch_id: int) -> list[Tensor | None]:
+    return [t if t is None else t.to(where.current()) for t in _on_host(microbatch_id)]
+
+
+def _on_host(microbatch_id: int) -> list[Tensor | None]:
     """Gradients of four parameters (some missing, one strided, one bf16) and two buffers."""
     generator = torch.Generator().manual_seed(microbatch_id)
     gradients: list[Tensor | None] = [
@@ -39,9 +45,11 @@ def _leaves(microbatch_id: int) -> list[Tensor | None]:
 
 
 def _layout(world_size: int) -> FlatLayout:
-    gradients = {f"p{i}": torch.empty(s) for i, s in enumerate(SHAPES)}
-    gradients["half"] = torch.empty(9, dtype=torch.bfloat16)
-    return FlatLayout(gradients, {"b0": torch.empty(6), "b1": torch.empty(())}, world_size)
+    here = where.current()
+    gradients = {f"p{i}": torch.empty(s, device=here) for i, s in enumerate(SHAPES)}
+    gradients["half"] = torch.empty(9, dtype=torch.bfloat16, device=here)
+    buffers = {"b0": torch.empty(6, device=here), "b1": torch.empty((), device=here)}
+    return FlatLayout(gradients, buffers, world_size)
 
 
 def _reference(num_microbatches: int, leaf: int) -> Tensor:
@@ -51,7 +59,7 @@ def _reference(num_microbatches: int, leaf: int) -> Tensor:
         if level == 0:
             if index >= num_microbatches:
                 return None
-            value = _leaves(index)[leaf]
+            value = _on_host(index)[leaf]
             if value is None:
                 return torch.zeros(SHAPES[leaf])
             return value.float() if value.dtype == torch.bfloat16 else value
@@ -73,37 +81,39 @@ def _reduced(group: Any, num_microbatches: int, steps: int = 1) -> list[bytes]:
         for i in ids:
             fold.add(i, _leaves(i))
         flats = reduce_tree(group, fold, num_microbatches)
-    return [v.contiguous().numpy().tobytes() for v in layout.views(flats)]
+    return [v.contiguous().cpu().numpy().tobytes() for v in layout.views(flats)]
 
 
+@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 16, 17, 23])
 def test_sums_are_the_tree_bit_for_bit_at_every_world_size(num_microbatches: int) -> None:
     expected = [
         _reference(num_microbatches, leaf).contiguous().numpy().tobytes() for leaf in range(7)
     ]
     for world_size in range(1, min(num_microbatches, 8) + 1):
-        for result in run_threads(world_size, lambda g: _reduced(g, num_microbatches)):
+        for result in where.run_threads(world_size, lambda g: _reduced(g, num_microbatches)):
             assert result == expected, world_size
 
 
+@on_both
 def test_buffers_are_used_again_in_the_next_step_without_a_trace() -> None:
     for world_size in (1, 3):
-        assert run_threads(world_size, lambda g: _reduced(g, 7, steps=3)) == run_threads(
-            world_size, lambda g: _reduced(g, 7)
-        )
+        once = where.run_threads(world_size, lambda g: _reduced(g, 7))
+        assert where.run_threads(world_size, lambda g: _reduced(g, 7, steps=3)) == once
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sums_over_gloo_processes_are_the_same_bits(world_size: int, tmp_path: Path) -> None:
-    expected = run_threads(1, lambda g: _reduced(g, 7))[0]
+    expected = where.run_threads(1, lambda g: _reduced(g, 7))[0]
     assert run_gloo(world_size, tmp_path, lambda g: _reduced(g, 7)) == [expected] * world_size
 
 
+@on_both
 def test_large_buffers_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run_threads(1, lambda g: _reduced(g, 7))[0]
-    monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {"cpu": 4})
+    expected = where.run_threads(1, lambda g: _reduced(g, 7))[0]
+    monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {where.HERE.type: 4})
     for world_size in (2, 3, 5):
-        assert run_threads(world_size, lambda g: _reduced(g, 7)) == [expected] * world_size
+        assert where.run_threads(world_size, lambda g: _reduced(g, 7)) == [expected] * world_size
 
 
 class InFlight:
@@ -123,6 +133,7 @@ class InFlight:
         return self._launched(self._group.all_gather_flat(output, tensor))
 
     def _launched(self, done: Any) -> "InFlight":
+        done.wait()
         self.now += 1
         self.most = max(self.most, self.now)
         return self
@@ -131,19 +142,21 @@ class InFlight:
         self.now -= 1
 
 
+@on_both
 def test_few_pieces_travel_at_a_time_however_large_the_buffers_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = run_threads(1, lambda g: _reduced(g, 7))[0]
-    monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {"cpu": 2})
+    expected = where.run_threads(1, lambda g: _reduced(g, 7))[0]
+    monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {where.HERE.type: 2})
 
     def body(group: Any) -> tuple[list[bytes], int, bool]:
         counting = InFlight(group)
         return _reduced(counting, 7), counting.now, counting.most <= 6
 
-    assert run_threads(3, body) == [(expected, 0, True)] * 3
+    assert where.run_threads(3, body) == [(expected, 0, True)] * 3
 
 
+@on_both
 def test_an_attempt_that_was_given_up_leaves_nothing_behind() -> None:
     layout = _layout(1)
     fold = TreeFold(layout, range(7), 7)
@@ -154,21 +167,22 @@ def test_an_attempt_that_was_given_up_leaves_nothing_behind() -> None:
     for i in range(7):
         fold.add(i, _leaves(i))
     views = layout.views(fold.release_root())
-    assert torch.equal(views[0], _reference(7, 0))
+    assert torch.equal(views[0].cpu(), _reference(7, 0))
 
 
+@on_both
 def test_a_missing_gradient_counts_as_positive_zero_wherever_its_micro_batch_ran() -> None:
-    layout = FlatLayout({"p": torch.empty(1)}, world_size=2)
-
-    def reduced(group: Any) -> list[float]:
+    def reduced(group: Any) -> list[str]:
+        here = where.current()
+        layout = FlatLayout({"p": torch.empty(1, device=here)}, world_size=2)
         fold = TreeFold(layout, microbatch_ids(2, group.size(), group.rank()), 2)
         fold.begin()
         for i in fold.ids:
-            fold.add(i, [torch.tensor([-0.0])] if i == 0 else [None])
+            fold.add(i, [torch.tensor([-0.0], device=here)] if i == 0 else [None])
         return [str(v) for v in reduce_tree(group, fold, 2)[0][:1].tolist()]
 
-    assert run_threads(1, reduced) == [["0.0"]]
-    assert run_threads(2, reduced) == [["0.0"], ["0.0"]]
+    assert where.run_threads(1, reduced) == [["0.0"]]
+    assert where.run_threads(2, reduced) == [["0.0"], ["0.0"]]
 
 
 def test_blocks_are_the_largest_nodes_and_absent_leaves_belong_to_the_last() -> None:

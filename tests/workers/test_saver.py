@@ -14,6 +14,7 @@ from elastic.protocol.messages.to_controller import PartFailed, PartSaved
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.files import open_folder
 from elastic.store.remote import patiently
+from tests.workers import where
 from tests.workers.session_rig import spec
 from workers.checkpoint import saver as saver_module
 from workers.checkpoint.load import load_newest
@@ -23,6 +24,7 @@ from workers.train_state.digest import weights_sha256
 from workers.train_state.serialization import capture
 from workers.train_state.train_state import TrainState
 
+on_both = pytest.mark.usefixtures("place")
 TENSORS = {
     "a": torch.arange(24.0).reshape(6, 4),
     "scalar": torch.tensor(3),
@@ -77,6 +79,7 @@ def make(seed: int, steps: int = 3) -> TrainState:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 1, bias=False))
     model[2].weight = nn.Parameter(torch.randn(5, 1).t())  # not contiguous
+    model.to(where.HERE)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (s + 1))
@@ -84,7 +87,7 @@ def make(seed: int, steps: int = 3) -> TrainState:
         model, dict(model.named_parameters()), optimizer, scheduler, clip_norm=None, max_nonfinite=1
     )
     for _ in range(steps):
-        model(torch.randn(4, 7)).sum().backward()
+        model(torch.randn(4, 7).to(where.HERE)).sum().backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -93,6 +96,7 @@ def make(seed: int, steps: int = 3) -> TrainState:
     return train_state
 
 
+@on_both
 @pytest.mark.parametrize("saved_at", [1, 2, 3, 4])
 def test_a_state_saved_at_any_world_size_is_loaded_at_any_other(tmp_path, saved_at) -> None:
     train_state, link = make(0), Link()
@@ -133,6 +137,7 @@ def whole_state(train_state: TrainState) -> tuple:
     return header, others
 
 
+@on_both
 def test_damage_found_half_way_leaves_a_trained_replica_as_it_was(tmp_path) -> None:
     train_state, link = make(0), Link()
     saver = Saver(link, spec())  # type: ignore[arg-type]
@@ -154,6 +159,7 @@ def test_damage_found_half_way_leaves_a_trained_replica_as_it_was(tmp_path) -> N
     assert other.step == 8
 
 
+@on_both
 def test_a_step_that_is_saved_already_is_only_pinned(tmp_path) -> None:
     link, train_state = Link(), make(0)
     saver = Saver(link, spec())  # type: ignore[arg-type]
@@ -167,6 +173,7 @@ def test_a_step_that_is_saved_already_is_only_pinned(tmp_path) -> None:
     assert said[0].part == said[1].part
 
 
+@on_both
 def test_whatever_a_saver_meets_is_reported(tmp_path) -> None:
     link, train_state = Link(), make(0)
     saver = Saver(link, spec())  # type: ignore[arg-type]

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers import where
 from tests.workers.pipeline_models import WIDTH
 from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.session_rig import Rig
 from tests.workers.sharded_rig import enter
 from tests.workers.test_interleaved_session import Work, take_step
+from workers.data.placement import to_device
 from workers.parallel.over_shards import OverShards
 from workers.parallel.shards import Ownership
 from workers.train_state.learning_rate import learning_rate
@@ -29,6 +31,7 @@ def norms(parallel: str, group: Any = None, generation: int = 1, **changes: Any)
     if is_spread:
         model = rig.train_state.model
         batch = {"x": torch.ones(3, WIDTH), "y": torch.zeros(3, dtype=torch.int64)}
+        batch = to_device(batch, where.HERE)
         strategy.examine(lambda b: rig.workload.loss(model, b), lambda: dict(batch))
         strategy.shards.holding = Ownership("initial")
     rig.form(generation, 0)
@@ -45,6 +48,7 @@ def norms(parallel: str, group: Any = None, generation: int = 1, **changes: Any)
     return [m.gradient_norm for m in told]
 
 
+@pytest.mark.usefixtures("place_slowly")
 def test_every_strategy_tells_the_norm_that_clipping_would_divide_by():
     """Clipping has it to the bit; without, it is that of the pass that looks for infinities."""
     expected, unclipped = norms("ddp", clip_norm=0.5), norms("ddp", clip_norm=None)
@@ -69,6 +73,7 @@ def test_every_strategy_tells_the_norm_that_clipping_would_divide_by():
     assert others == [[[]] * 2 * len(WORDS)] * (NUM_RANKS - 1)
 
 
+@pytest.mark.usefixtures("place")
 def test_the_learning_rate_is_that_which_a_step_was_taken_with():
     rig = Rig("bitwise")
     rig.form(1, 0)

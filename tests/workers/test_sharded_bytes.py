@@ -58,7 +58,7 @@ def held_bytes(strategy: Strategy) -> int:
 
 
 @pytest.fixture(scope="module")
-def measured():
+def measured(place_slowly):
     """Setting -> (bytes sent by part, bytes held), by rank; for one step."""
 
     def body(ranks):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.layout import Box, Position, TensorLayout
 from elastic.protocol.mesh import Mesh, Parallel
+from tests.workers import where
 from tests.workers.sharded_rig import CPU, Work, build, spec
 from workers.parallel.build import build_strategy
 from workers.parallel.fsdp2_private.shard_step import ELEMENTWISE, on_shards
@@ -31,7 +32,7 @@ def stepped(
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, ROWS, bias=False)
     start = model.weight.detach().clone()
-    sharded = ShardedModel(model, CPU, keeps_parameters=False)
+    sharded = ShardedModel(model.to(where.HERE), where.HERE, keeps_parameters=False)
     sharded.reshard(rank, world_size)
     (param,) = sharded.parameters
     each = -(-ROWS // world_size)
@@ -40,7 +41,7 @@ def stepped(
     optimizer = kind([model.weight], **SETTINGS.get(kind.__name__, {}), **options)
     for _ in range(3):
         gradient = torch.randn(ROWS, WIDTH)
-        model.weight.grad = param.sharded(gradient[rows].contiguous())
+        model.weight.grad = param.sharded(gradient[rows].to(where.HERE))
         with around(optimizer):
             optimizer.step()
     state = optimizer.state[model.weight]
@@ -49,6 +50,7 @@ def stepped(
     return local(model.weight.detach()).clone()
 
 
+@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda k: k.__name__)
 def test_plain_rows_get_the_bits_that_dtensors_get(kind) -> None:
     plain = stepped(kind, {}, 1, 3)
@@ -90,6 +92,7 @@ def test_a_step_that_fails_leaves_the_parameters_as_they_were() -> None:
     assert list(optimizer.state) == [weight]
 
 
+@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda k: k.__name__)
 def test_an_elementwise_optimizer_gives_a_shard_the_bits_of_the_whole(kind, foreach) -> None:

@@ -8,16 +8,19 @@ import pytest
 import torch
 
 from elastic.protocol.errors import WrongInput
+from tests.workers import where
 from tests.workers.ranks import Ranks, run_ranks
-from tests.workers.sharded_rig import CPU, catalogue_in, enter, save_part, sha256
+from tests.workers.sharded_rig import catalogue_in, enter, save_part, sha256
 from tests.workers.test_staged_strategy import STEPS, Work, build, train
 from tests.workers.test_staged_strategy import spec as spec_of
 from workers.backup.backup import NoBackup
+from workers.data.placement import to_device
 from workers.distributed.process_group import Alone
 from workers.parallel.build import build_strategy
 from workers.parallel.pipeline.strategy import Staged, build_staged
 from workers.parallel.shards import Ownership
 
+pytestmark = pytest.mark.usefixtures("place_slowly")
 CASE = "llama, tied"
 
 
@@ -128,7 +131,7 @@ def made(parallel: str, name: str, precision: str = "fp32") -> Any:
         return build(name, precision, parallel=parallel)
     torch.set_num_threads(1)
     config = spec_of(parallel, global_batch=16, micro_batch=4, precision=precision)
-    strategy = build_strategy(Work(name), config, CPU, NoBackup)
+    strategy = build_strategy(Work(name), config, where.HERE, NoBackup)
     if hasattr(strategy, "shards"):
         strategy.shards.holding = Ownership("initial")
     return strategy
@@ -224,9 +227,9 @@ def test_a_model_on_the_meta_device_gets_memory_for_its_stage_alone_and_the_bits
         torch.set_num_threads(1)
         work = Deferred(CASE)
         strategy = build_staged(
-            work, spec_of("pp:2", global_batch=16, micro_batch=4), CPU, NoBackup(), 2
+            work, spec_of("pp:2", global_batch=16, micro_batch=4), where.HERE, NoBackup(), 2
         )
-        batch = work.case.batches()[0]
+        batch = to_device(work.case.batches()[0], where.HERE)
         assert not strategy.is_runnable
         strategy.examine(partial(work.loss, strategy.train_state.model), lambda: batch)
         assert all(p.is_meta for p in strategy.train_state.model.parameters() if p.dim())
@@ -244,7 +247,7 @@ def test_a_model_on_the_meta_device_gets_memory_for_its_stage_alone_and_the_bits
 
     alone = staged()
     enter(alone, Alone(), 0)
-    whole = build_replicated(Deferred(CASE), spec_of("ddp"), CPU)
+    whole = build_replicated(Deferred(CASE), spec_of("ddp"), where.HERE)
     assert sha256(alone) == sha256(whole)
     begin = sha256(alone)
     train(alone, Alone(), CASE, 1)
@@ -257,7 +260,7 @@ def test_an_optimizer_that_looks_at_all_parameters_together_is_refused():
             return torch.optim.Adafactor(params)
 
     with pytest.raises(WrongInput, match=r"Adafactor is not known to take its step of each"):
-        build_staged(Whole("gates"), spec_of("pp:2"), CPU, NoBackup(), 2)
+        build_staged(Whole("gates"), spec_of("pp:2"), where.HERE, NoBackup(), 2)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -20,8 +20,10 @@ from workers.distributed.process_group import Alone
 from workers.parallel.pipeline.strategy import Staged, build_staged
 from workers.parallel.shards import Ownership
 from workers.parallel.strategy import Passes
+from workers.step.randomness import seed_microbatch
 from workers.train_state.train_state import Update
 
+pytestmark = pytest.mark.usefixtures("place_slowly")
 STEPS, LOST_AFTER = 4, 2
 
 
@@ -47,11 +49,17 @@ class Work:
 
 
 def build(
-    name: str, precision: str = "fp32", *, parallel: str = "pp:2", is_examined: bool = True
+    name: str,
+    precision: str = "fp32",
+    *,
+    parallel: str = "pp:2",
+    is_examined: bool = True,
+    **changes: Any,
 ) -> Staged:
+    """changes: of the worker's spec."""
     torch.set_num_threads(1)
-    work = Work(name)
-    config = spec(parallel, global_batch=16, micro_batch=4, precision=precision)
+    work, sizes = Work(name), {"global_batch": 16, "micro_batch": 4}
+    config = spec(parallel, precision=precision, **sizes, **changes)
     strategy = build_staged(work, config, where.HERE, NoBackup(), config.parallel.pp)
     batch = to_device(work.case.batches()[0], where.HERE)
     if is_examined:
@@ -72,7 +80,7 @@ def train(
     """As a session does it, with a vote of what was used. of: the case, or its name. see: given the
     passes."""
     case = of if isinstance(of, Case) else CASES[of]
-    state, batches = strategy.train_state, to_device(case.batches(), where.HERE)
+    state, batches = strategy.train_state, to_device(case.batches(), where.current())
     mesh = strategy.mesh_of(group.size())
     reducer = strategy.reducer(state.parameters, mesh, group)
     passes = strategy.passes(mesh, group, reducer)
@@ -87,7 +95,7 @@ def train(
         order = passes.order(ids)
         for number, i in enumerate(order, 1):
             state.buffers.begin_microbatch()
-            where.seed(3, state.step, i)
+            seed_microbatch(3, state.step, i)
             passes.before_forward(i)
             try:
                 loss = passes.loss_of(case.loss(state.model, batches[i]))
@@ -152,12 +160,13 @@ def test_survivors_of_a_killed_stage_go_on_with_the_bits_of_an_undisturbed_rank(
                 ranks.meet([0, 1, 2, 3])  # nobody is in that step any more
             if state.step == LOST_AFTER and ranks.index == 2:
                 ranks.tell("killed")
+                ranks.say("abort")  # on a device nobody else notices
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
             train(strategy, group, name, STEPS, die)
         except (PeerLost, StepCancelled):  # in the middle of a step: the others do it again
-            ranks.say("abort")
+            strategy.reset()
             strategy.train_state.buffers.restore_all()
             group = ranks.form(2, [0, 1, 3])
             enter(strategy, group, LOST_AFTER)

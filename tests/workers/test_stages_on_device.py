@@ -1,5 +1,7 @@
 """Stages on the simulated device, whose messages between two ranks come in order and have no tags:
-the bits are those of one rank that computes whole micro-batches, before and behind a loss."""
+the bits are those of one rank on the CPU that computes whole micro-batches, before and behind a
+loss. Nothing is clipped: the norm's formula is another one on a device (workers/reduction/norm.py).
+"""
 
 import os
 import signal
@@ -18,20 +20,15 @@ STEPS, LOST_AFTER = 3, 1
 PLANS = [("pp:2/GPipe", 2), ("pp:3", 3), ("pp:2,fsdp-grad-op", 4)]
 PLANS += [("pp:2/Interleaved1F1B", 2), ("pp:2/ZBVZeroBubble", 4)]
 NAMES = ["llama, tied", "deep"]
-
-
-@pytest.fixture(autouse=True)
-def on_device():
-    where.go_to("sim")
-    yield
-    where.leave()
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def undisturbed(name: str) -> str:
-    strategy = build(name)
-    enter(strategy, Alone(), 0)
-    train(strategy, Alone(), name, STEPS)
-    return sha256(strategy)
+    with where.on_cpu():
+        strategy = build(name, clip_norm=None)
+        enter(strategy, Alone(), 0)
+        train(strategy, Alone(), name, STEPS)
+        return sha256(strategy)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,7 +38,7 @@ def test_stages_have_the_bits_of_one_rank(name: str):
         for generation, (parallel, world_size) in enumerate(PLANS):
             if ranks.index < world_size:
                 group = ranks.form(generation, list(range(world_size)))
-                strategy = build(name, parallel=parallel)
+                strategy = build(name, parallel=parallel, clip_norm=None)
                 enter(strategy, group, 0)
                 train(strategy, group, name, STEPS)
                 found.append(sha256(strategy))
@@ -56,7 +53,7 @@ def test_survivors_of_a_killed_stage_go_on_with_the_same_bits():
     name = "llama, tied"
 
     def body(ranks: Ranks) -> str:
-        group, strategy = ranks.form(1, [0, 1, 2, 3]), build(name)
+        group, strategy = ranks.form(1, [0, 1, 2, 3]), build(name, clip_norm=None)
         enter(strategy, group, 0)
         ranks.once_said("abort", group.abandon)
 

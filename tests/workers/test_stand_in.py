@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.workers import where
 from tests.workers.pipeline_models import CASES, LENGTHS, WIDTH, Counting, Gate, Residual
 from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.session_rig import Rig
 from tests.workers.sharded_rig import enter
 from workers.data.loader import LoadedBatch
+from workers.data.placement import to_device
 from workers.parallel.pipeline.absent import Absent
 from workers.parallel.pipeline.chain import find_chain
 from workers.parallel.pipeline.readers import find_readers
@@ -154,6 +156,7 @@ def trained(parallel: str, group: Any = None, is_seen: bool = False) -> tuple[st
     rig = Rig("bitwise", Work(), parallel=parallel)
     if isinstance(rig.strategy, Staged):
         batch = {"x": torch.ones(3, WIDTH), "y": torch.zeros(3, dtype=torch.int64)}
+        batch = to_device(batch, where.HERE)
         loss = partial(rig.workload.loss, rig.train_state.model)
         rig.strategy.examine(loss, lambda: dict(batch), is_seen=is_seen)
         rig.strategy.shards.holding = Ownership("initial")
@@ -174,6 +177,7 @@ def trained(parallel: str, group: Any = None, is_seen: bool = False) -> tuple[st
     return rig.strategy.weights_sha256(), seen.count(False), seen.count(True)
 
 
+@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize(
     ("parallel", "is_seen", "with_values"),
     [

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
 
 from elastic.protocol.errors import WrongInput
+from tests.workers import where
 from workers.train_state.digest import weights_sha256
 from workers.train_state.serialization import capture, decode, encode, restore
 from workers.train_state.snapshot import Snapshot
@@ -64,7 +65,7 @@ SCHEDULERS = {
 
 def _build(optimizer: str, scheduler: str, seed: int) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(seed)
-    model = Tied()
+    model = Tied().to(where.HERE)
     made = OPTIMIZERS[optimizer](list(model.parameters()))
     return model, made, SCHEDULERS[scheduler](made)
 
@@ -73,12 +74,13 @@ def _train(model: nn.Module, optimizer: Any, scheduler: Any, steps: int) -> None
     torch.manual_seed(99)
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.randint(0, 11, (8,))).square().mean().backward()
+        model(torch.randint(0, 11, (8,)).to(where.HERE)).square().mean().backward()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"),
     [(o, "none") for o in OPTIMIZERS]
@@ -104,18 +106,19 @@ def test_a_restored_replica_trains_on_to_the_same_bits(optimizer: str, scheduler
     assert weights_sha256(source[0]) == weights_sha256(target[0])
 
 
+@pytest.mark.usefixtures("place")
 def test_a_snapshot_is_a_copy_and_holds_shared_tensors_once() -> None:
     model, optimizer, scheduler = _build("adamw", "none", seed=0)
     _train(model, optimizer, scheduler, steps=1)
     _, tensors = capture(model, optimizer, scheduler)
-    before = {n: t.clone() for n, t in tensors.items()}
+    before = {n: t.cpu().clone() for n, t in tensors.items()}
     snapshot = Snapshot({}, tensors)
     early = snapshot.take("model/norm.weight")
     snapshot.settle()
     _train(model, optimizer, scheduler, steps=1)
     assert torch.equal(early, before.pop("model/norm.weight"))
     assert all(torch.equal(snapshot.take(name), t) for name, t in before.items())
-    assert not all(torch.equal(tensors[name], t) for name, t in before.items())
+    assert not all(torch.equal(tensors[name].cpu(), t) for name, t in before.items())
     assert [n for n in tensors if n.startswith("model/")] == [
         "model/short",
         "model/table.weight",

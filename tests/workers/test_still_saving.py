@@ -10,6 +10,7 @@ from elastic.store.files import open_folder
 from tests.workers.session_rig import Rig, obey
 from workers.membership.member import RunEnded
 
+pytestmark = pytest.mark.usefixtures("place")
 FINISH = Finish(2, 0, 1, "succeeded", None, 0)
 LEASE_S = 0.1
 

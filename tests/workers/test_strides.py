@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.messages.to_worker import Sync
-from tests.workers.fake_groups import run_threads
+from tests.workers import where
 from tests.workers.session_rig import Rig, obey
 from tests.workers.sharded_rig import (
     NUM_MICROBATCHES,
@@ -65,7 +65,7 @@ class Rows(torch.optim.SGD):
 
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
-            rows = self.state[p].setdefault("rows", torch.zeros(p.shape))
+            rows = self.state[p].setdefault("rows", torch.zeros(p.shape, device=p.device))
             rows.view(p.shape[0], -1).add_(p.grad.reshape(p.shape[0], -1))
             self.state[p]["square"] = torch.linalg.qr(rows.view(p.shape[0], -1) + 1.0)[0]
             p.data.sub_(0.1 * rows)
@@ -92,14 +92,16 @@ def by_torch_alone(work: Convolutions) -> dict[str, Tensor]:
     for step in range(STEPS):
         optimizer.zero_grad()
         for i in range(NUM_MICROBATCHES):
-            (model(work.batch(step, i)).square().mean() / NUM_MICROBATCHES).backward()
+            batch = work.batch(step, i).to(where.HERE)
+            (model(batch).square().mean() / NUM_MICROBATCHES).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         assert train_state.scheduler is not None
         train_state.scheduler.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
 
 
+@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("reduction", ["fast", "bitwise"])
 def test_every_optimizer_trains_as_torch_alone_does_at_every_world_size(kind, reduction) -> None:
@@ -107,7 +109,8 @@ def test_every_optimizer_trains_as_torch_alone_does_at_every_world_size(kind, re
     expected = by_torch_alone(work)
     hashes: set[str] = set()
     for world_size in (1, 2, 3):
-        replicas = [build("ddp", reduction, work) for _ in range(world_size)]
+        devices = [where.of_rank(rank) for rank in range(world_size)]
+        replicas = [build("ddp", reduction, work, device=device) for device in devices]
 
         def body(group, replicas=replicas):
             train(replicas[group.rank()], group, "ddp", STEPS, reduction, work)
@@ -115,14 +118,16 @@ def test_every_optimizer_trains_as_torch_alone_does_at_every_world_size(kind, re
         if world_size == 1:
             train(replicas[0], Alone(), "ddp", STEPS, reduction, work)
         else:
-            run_threads(world_size, body)
+            where.run_threads(world_size, body)
         for train_state in [strategy.train_state for strategy in replicas]:
             hashes.add(weights_sha256(train_state.model))
             for name, p in train_state.model.named_parameters():
-                torch.testing.assert_close(p.detach(), expected[name], rtol=1e-3, atol=1e-4)
+                found = p.detach().cpu()
+                torch.testing.assert_close(found, expected[name], rtol=1e-3, atol=1e-4)
     assert len(hashes) == 1 or reduction == "fast"
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_restored_state_lies_in_memory_as_it_did_and_trains_on_to_the_same_bits(kind) -> None:
     work = Convolutions(OPTIMIZERS[kind])
@@ -137,6 +142,7 @@ def test_a_restored_state_lies_in_memory_as_it_did_and_trains_on_to_the_same_bit
     assert sha256(target) == sha256(source)
 
 
+@pytest.mark.usefixtures("place")
 def test_a_checkpoint_gives_back_strides_and_bits(tmp_path) -> None:
     work = Convolutions(OPTIMIZERS["fused"])
     source = build("ddp", workload=work)
@@ -153,6 +159,7 @@ def test_a_checkpoint_gives_back_strides_and_bits(tmp_path) -> None:
     assert sha256(target) == sha256(source)
 
 
+@pytest.mark.usefixtures("place")
 def test_a_state_that_was_written_without_strides_gets_those_of_its_parameters() -> None:
     """By 0.1.0, or imported from a file in which every tensor is in plain order."""
     work = Convolutions(OPTIMIZERS["fused"])
@@ -186,6 +193,7 @@ class Images(Convolutions):
         return (model(images).sum(1) - wanted.float()).square().mean()
 
 
+@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize("reduction", ["bitwise", "fast"])
 def test_a_newcomer_that_copies_and_follows_has_the_bits_of_its_source(reduction) -> None:
     torch.set_num_threads(1)

@@ -22,12 +22,13 @@ from tests.workers.sharded_rig import (
 
 TWICE = TILED.replace("fsdp-grad-op", "hsdp:1")
 """Each tile has as many holders as there are pairs of ranks."""
+pytestmark = pytest.mark.usefixtures("place_slowly")
 STEPS = 4
 LOST_AFTER = 2
 
 
 @pytest.fixture(scope="module")
-def plain() -> str:
+def plain(place_slowly) -> str:
     return undisturbed(STEPS)[STEPS]
 
 
@@ -61,11 +62,11 @@ def test_a_rank_that_is_killed_leaves_no_trace(plain):
                 ranks.meet([0, 1, 2, 3])  # nobody is in that step any more
             if ranks.index == 3 and train_state.step == LOST_AFTER:
                 ranks.tell("killed")
+                ranks.say("abort")  # on a device nobody else notices
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with pytest.raises(PeerLost):
             train(strategy, group, TWICE, STEPS, after_step=die)
-        ranks.say("abort")
         strategy.reset()
         strategy.train_state.buffers.restore_all()
         group = ranks.form(2, [2, 0, 1])

@@ -173,6 +173,7 @@ def test_torch_s_operations_are_those_of_a_stock_group_and_all_raise_once_it_is_
         assert raised == dict.fromkeys(ours, "PeerLost")
 
 
+@pytest.mark.usefixtures("place_slowly")
 def test_sharded_parameters_and_their_optimizer_are_of_the_newest_generation_s_mesh():
     """Of the same members, whose shards stay. An optimizer with a hook keeps its DTensors."""
 

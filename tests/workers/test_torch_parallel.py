@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from elastic.protocol.errors import PeerLost
+from tests.workers import where
 from tests.workers.ranks import Ranks, run_ranks
 from workers.distributed import process_group
 from workers.distributed.device_mesh import default_group, device_mesh
@@ -47,15 +48,18 @@ def sum_of(gradient: Any) -> float:
 
 
 def batch(rows: int = 12) -> torch.Tensor:
-    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(1))
+    drawn = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1))
+    return drawn.to(where.HERE)
 
 
 def tensor_parallel(group: Group, on_forward: Any = lambda: None) -> list[float]:
     """Colwise and rowwise over the whole group: the output and all gradients, as squares."""
-    model, ranks = seeded(Feed), torch.arange(group.size())
-    mesh = device_mesh(CPU, group, {"tp": group}, ranks)
+    model, ranks = seeded(Feed).to(where.HERE), torch.arange(group.size())
+    mesh = device_mesh(where.HERE, group, {"tp": group}, ranks)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    source = 0 if where.HERE.type == "cpu" else None  # the simulated device has no scatter
     with default_group(group):
-        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(model, mesh, plan, src_data_rank=source)
         on_forward()
         y = model(batch())
         y.square().mean().backward()
@@ -105,6 +109,14 @@ def test_tensor_parallelism_and_a_pipeline_have_the_gradients_of_one_process():
     results = run_ranks(2, body)
     assert [r[0] for r in results] == [pytest.approx(unsharded(), rel=1e-5)] * 2
     assert [r[1] for r in results] == [pytest.approx(s, rel=1e-5) for s in unstaged(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_device")
+def test_tensor_parallelism_over_devices_has_the_gradients_of_one_process():
+    results = run_ranks(2, lambda ranks: tensor_parallel(ranks.form(1, [0, 1])))
+    with where.on_cpu():
+        assert results == [pytest.approx(unsharded(), rel=1e-5)] * 2
 
 
 WAYS = {"tensor": tensor_parallel, "pipeline": pipeline}

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.workers import where
 from workers.train_state.train_state import TrainState, Update
+
+pytestmark = pytest.mark.usefixtures("place")
 
 
 class Counting(nn.Module):
@@ -18,7 +21,7 @@ class Counting(nn.Module):
 
 
 def make(clip_norm: float | None = None) -> TrainState:
-    model = Counting()
+    model = Counting().to(where.HERE)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     named = dict(model.named_parameters())
@@ -47,8 +50,8 @@ def test_what_was_committed_stays_known() -> None:
         is_finite=True,
         divisor=1.0,
         num_microbatches=1,
-        gradients={"weight": torch.ones(2)},
-        buffers={"level": torch.full((2,), 3.0, dtype=torch.float64)},
+        gradients={"weight": torch.ones(2, device=where.HERE)},
+        buffers={"level": torch.full((2,), 3.0, dtype=torch.float64, device=where.HERE)},
         integers={},
         log_names=("accuracy",),
     )
@@ -64,7 +67,7 @@ def test_what_was_committed_stays_known() -> None:
 def test_sums_become_means_and_are_clipped_with_the_bits_of_two_passes(divisor, clip_norm) -> None:
     train_state = make(clip_norm)
     torch.manual_seed(0)
-    sums = torch.randn(2)
+    sums = torch.randn(2).to(where.HERE)
     expected = sums / divisor
     if clip_norm is not None:
         norm = math.sqrt(float(sums.double().square().sum())) / divisor

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from elastic.protocol.errors import WrongInput
+from tests.workers import where
 from tests.workers.session_rig import Tiny, spec
 from workers.parallel.ddp import build_replica
 from workers.train_state.serialization import capture
 from workers.train_state.train_state import TrainState
 from workers.train_state.trial import try_optimizer
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("place")
 
 
 class Remembers(torch.optim.SGD):
@@ -43,8 +44,8 @@ class Workload(Tiny):
 
 
 def with_gradients(workload: Workload) -> TrainState:
-    train_state = build_replica(workload, spec(), CPU)
-    train_state.model(torch.ones(2, 4)).sum().backward()
+    train_state = build_replica(workload, spec(), where.HERE)
+    train_state.model(torch.ones(2, 4, device=where.HERE)).sum().backward()
     return train_state
 
 

@@ -11,7 +11,7 @@ from elastic.protocol.mesh import Mesh, Parallel
 from elastic.protocol.messages.backup import Slice
 from elastic.store.catalogue import file_name
 from elastic.store.checkpoint_files import write_part
-from tests.workers.fake_groups import run_threads
+from tests.workers import where
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import CPU, catalogue_in
 from workers.backup.server import BackupServer
@@ -55,10 +55,11 @@ def whole_state() -> dict[str, torch.Tensor]:
     }
 
 
-def shards_of(at: Position) -> dict[str, torch.Tensor]:
+def shards_of(at: Position, device: torch.device = CPU) -> dict[str, torch.Tensor]:
     """As a rank holds them, each in memory of its own."""
     state = whole_state()
-    return {name: part_of(state[name], t.box(at)).clone() for name, t in LAYOUTS.items()}
+    parts = {name: part_of(state[name], t.box(at)).clone() for name, t in LAYOUTS.items()}
+    return {name: part.to(device) for name, part in parts.items()}
 
 
 @pytest.fixture
@@ -99,10 +100,11 @@ class Rank:
         self.hold(found.shards, at)
         expected = shards_of(at)
         assert found.shards.keys() == expected.keys()
-        return all(torch.equal(found.shards[name], expected[name]) for name in expected)
+        return all(torch.equal(found.shards[name].cpu(), expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("memory", [HostMemory, lambda: PlainMemory(CPU)])
+@pytest.mark.usefixtures("place_slowly")
+@pytest.mark.parametrize("memory", [HostMemory, lambda: PlainMemory(where.HERE)])
 def test_quarters_become_halves_and_quarters_again(memory, holder):
     """2 x 2 ranks of which two are lost, then 1 x 2, then 2 x 2, then one more that is inactive."""
 
@@ -111,7 +113,7 @@ def test_quarters_become_halves_and_quarters_again(memory, holder):
         rank = Rank(ranks, memory())
         if ranks.index in (0, 3):
             at = Position(mesh_of(4), ranks.index)
-            rank.hold(shards_of(at), at)
+            rank.hold(shards_of(at, rank.memory.device), at)
         found = [rank.gather(1, [3, 0], [holder])] if ranks.index in (0, 3) else []
         if ranks.index < 4:
             found.append(rank.gather(2, [0, 1, 2, 3], []))
@@ -120,6 +122,7 @@ def test_quarters_become_halves_and_quarters_again(memory, holder):
     assert run_ranks(5, body) == [[True] * n for n in (3, 2, 2, 3, 1)]
 
 
+@pytest.mark.usefixtures("place_slowly")
 def test_all_of_a_state_comes_from_copies(holder):
     def body(ranks):
         assemble.HOLDER_S = 60.0
@@ -153,18 +156,21 @@ def test_a_checkpoint_of_boxes_loads_into_any_others(tmp_path):
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("world_size", [2, 4, 5])
 def test_the_first_rank_puts_whole_tensors_together(world_size):
     mesh, state = mesh_of(world_size), whole_state()
 
     def body(group):
-        shards = shards_of(Position(mesh, group.rank()))
-        found = {n: whole_on_first(shards[n], t, mesh, group, CPU) for n, t in LAYOUTS.items()}
-        return group.rank() or all(torch.equal(found[name], state[name]) for name in state)
+        here = where.current()
+        shards = shards_of(Position(mesh, group.rank()), here)
+        found = {n: whole_on_first(shards[n], t, mesh, group, here) for n, t in LAYOUTS.items()}
+        return group.rank() or all(torch.equal(found[name].cpu(), state[name]) for name in state)
 
-    assert run_threads(world_size, body)[0] is True
+    assert where.run_threads(world_size, body)[0] is True
 
 
+@pytest.mark.usefixtures("place")
 def test_the_norm_is_that_of_all_boxes_however_many_ranks_cut_the_rows():
     """The columns are cut by as many ranks in each of these meshes, and no row by dp_shard."""
     gradients = [LAYOUTS[name] for name in ("model/both", "model/columns", "optimizer/step")]
@@ -173,12 +179,13 @@ def test_the_norm_is_that_of_all_boxes_however_many_ranks_cut_the_rows():
         mesh = mesh_of(world_size)
 
         def body(group, mesh=mesh):
-            shards = shards_of(Position(mesh, group.rank()))
+            here = where.current()
+            shards = shards_of(Position(mesh, group.rank()), here)
             mine = [(layout, shards[layout.name]) for layout in gradients]
-            squares = squares_of_shards(mine, mesh, group, group.read, CPU)
+            squares = squares_of_shards(mine, mesh, group, group.read, here)
             return norm_of_rows(torch.cat(squares))
 
-        found |= set(run_threads(world_size, body))
+        found |= set(where.run_threads(world_size, body))
     state = whole_state()
     assert len(found) == 1
     assert found.pop() == pytest.approx(global_norm([state[t.name] for t in gradients]))

@@ -13,6 +13,8 @@ from tests.workers.sharded_rig import build, enter, spec
 from workers.checkpoint.saver import Saver
 from workers.distributed.process_group import Alone
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 class EndsWithTheGeneration:
     """A storage to which the last byte comes just before the save is given up."""

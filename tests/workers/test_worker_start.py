@@ -12,6 +12,7 @@ from torch import nn
 
 from elastic.protocol import nccl_settings
 from elastic.protocol.errors import UnfitNode, WrongInput
+from tests.workers import where
 from tests.workers.session_rig import CPU, FakeLink, Rig, Tiny, spec
 from tests.workers.test_trial import Remembers
 from workers.backup.backup import NoBackup
@@ -63,21 +64,22 @@ def loading(workload, **changes) -> Worker:
     torch.set_num_threads(1)
     rig, worker = Rig("bitwise", workload, **changes), object.__new__(Worker)
     worker._spec, worker._built, worker._link = rig.spec, rig.built, rig.link
-    worker._loader, worker._device, worker._vitals = rig.loader, CPU, rig.member.vitals
+    worker._loader, worker._device, worker._vitals = rig.loader, where.HERE, rig.member.vitals
     return worker
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(
-    ("workload", "where"),
+    ("workload", "says"),
     [
         (OddGroups(), "^state at 'groups/0/seen'"),
         (OddScheduler(), "^state at 'scheduler/lr_lambdas/0/seen'"),
         (OddState(), "^the state of optimizer Remembers .*'optimizer/0.weight/norms'"),
     ],
 )
-def test_what_nobody_could_take_over_is_refused_before_the_first_step(workload, where, tmp_path):
+def test_what_nobody_could_take_over_is_refused_before_the_first_step(workload, says, tmp_path):
     worker = loading(workload)
-    with pytest.raises(WrongInput, match=f"{where} is a collections.deque, which cannot be"):
+    with pytest.raises(WrongInput, match=f"{says} is a collections.deque, which cannot be"):
         worker._load(str(tmp_path), 0)
     worker._loader.close()
 
@@ -88,6 +90,7 @@ def test_a_sharded_worker_refuses_it_when_it_builds_the_model(parallel):
         build_strategy(OddGroupsInParts(), spec(parallel=parallel), CPU)
 
 
+@pytest.mark.usefixtures("place")
 def test_a_workload_that_may_be_carried_is_loaded(tmp_path):
     worker = loading(Tiny())
     assert worker._load(str(tmp_path), 0) == []
@@ -178,12 +181,13 @@ class Short(Sheet):
         return super().loss(model, batch)
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("has_the_say", [True, False])
 def test_the_blocks_are_found_where_the_whole_model_has_no_memory(has_the_say):
     work = Short()
-    strategy = build_staged(work, spec("pp:2"), CPU, NoBackup(), 2)
+    strategy = build_staged(work, spec("pp:2"), where.HERE, NoBackup(), 2)
     worker, rig = object.__new__(Worker), Rig("bitwise", work)
-    worker._spec, worker._loader, worker._device = rig.spec, rig.loader, CPU
+    worker._spec, worker._loader, worker._device = rig.spec, rig.loader, where.HERE
     worker._built = replace(rig.built, strategy=strategy)
     try:
         worker._try_microbatch(0, with_optimizer=has_the_say)

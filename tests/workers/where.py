@@ -7,25 +7,24 @@ no device of its own. A hash is compared with one of the same place: the norm th
 formula on a device (workers/reduction/norm.py). tests/device compares with the CPU's.
 """
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from tests.workers import fake_groups
 from workers.distributed import backends, gloo
 from workers.distributed.backends import with_control
 from workers.distributed.nccl import formed
 from workers.distributed.process_group import Connect, Group, GroupSpec
 from workers.health import gpu
-from workers.step.randomness import seed_microbatch
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
 HERE = CPU
-_host_generator = threading.Lock()
 
 
 def go_to(kind: str) -> None:
@@ -56,6 +55,37 @@ def use(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
+def current() -> torch.device:
+    """Of this thread."""
+    if HERE.type == "cpu":
+        return HERE
+    return torch.device(HERE.type, torch.accelerator.current_device_index())
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Within: HERE is the CPU, whose hash is wanted."""
+    global HERE
+    before, HERE = HERE, CPU
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        HERE = before
+        torch.__future__.set_swap_module_params_on_conversion(before.type == "sim")
+
+
+def run_threads(world_size: int, body: Callable[[Any], Any]) -> list[Any]:
+    """body(group) on ranks that are threads, each with a device of its own; the results in rank
+    order. The group is one that copies (fake_groups.py), and on devices that of a generation."""
+    if HERE.type != "sim":
+        return fake_groups.run_threads(world_size, body)
+    from tests.device import ranks
+
+    results = ranks.run_ranks(world_size, lambda rank, at: body(at.group(rank, world_size)))
+    return ranks.all_good(results)
+
+
 def leave() -> None:
     """Back to the CPU. AssertionError if a rule of the device was broken: a race, a touch by the
     host, ranks that have launched different collectives."""
@@ -65,16 +95,6 @@ def leave() -> None:
         device.release()
         device.check()
     go_to("cpu")
-
-
-def seed(seed: int, step: int, microbatch_id: int) -> None:
-    """As a worker seeds: the device's generator, too, which is of the CPU's kind."""
-    with _host_generator:
-        seed_microbatch(seed, step, microbatch_id)
-        if HERE.type == "sim":
-            from tests.device.device import SIM
-
-            SIM.set_generator_state(HERE.index, torch.get_rng_state())
 
 
 def store_of_parts() -> Any:

@@ -49,6 +49,8 @@ class Leaving:
     """Where it comes to first: a device writes at once to pinned memory only."""
     came: torch.Event | None = None
     """None: it is there."""
+    source: Tensor | None = None
+    """Kept as long: what computes meanwhile must not be given its memory."""
 
     def wait(self) -> Tensor:
         if self.came is not None:
@@ -76,7 +78,7 @@ class Exit:
             self._stream.wait_event(self._from)
             (target if staged is None else staged).copy_(tensor, non_blocking=True)
             self._last = self._stream.record_event()
-        return Leaving(target, staged, self._last)
+        return Leaving(target, staged, self._last, tensor)
 
     def hold(self) -> None:
         """The current stream goes on once all have left. The host does not wait."""

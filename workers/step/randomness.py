@@ -34,8 +34,10 @@ def _seed_all(name: str, purpose: bytes) -> None:
     digest = blake2b(name.encode(), digest_size=24, person=purpose).digest()
     torch_seed = int.from_bytes(digest[:8], "little")
     torch.default_generator.manual_seed(torch_seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(torch_seed)
+    accelerator = torch.accelerator.current_accelerator()
+    module = accelerator and torch.get_device_module(accelerator)
+    if module is not None and module.is_initialized():  # it is not in a forked process
+        module.manual_seed(torch_seed)  # of the current device alone
     # 32 bits: an array of seeds would take numpy five times as long.
     np.random.seed(int.from_bytes(digest[8:12], "little"))
     random.seed(int.from_bytes(digest[12:], "little"))

@@ -490,7 +490,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("dropout", sim::dropout);
   library.impl("scaled_dot_product_attention", sim::attention);
   // Else these would be made of smaller operations, which have other bits than the CPU's own.
-  for (auto name : {"native_layer_norm", "native_layer_norm_backward", "native_group_norm"})
+  for (auto name : {"native_layer_norm", "native_layer_norm_backward", "native_group_norm", "convolution", "convolution_backward", "silu_backward", "mish_backward", "addr"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&sim::fallback>());
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {

@@ -1,0 +1,124 @@
+"""A device that hangs and one that is slow: the rank whose it is is named, and its own seconds are
+the device's."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from mmap import PROT_READ, mmap
+
+import pytest
+
+from elastic.control.detection.hang import suspects, watch
+from elastic.control.detection.straggler import LONG_STEPS, stragglers
+from elastic.controller.stragglers import TOLD_FROM
+from elastic.protocol.messages.pulse import Heartbeat
+from tests.device import device
+from tests.workers.session_rig import Rig
+from tests.workers.threads_of_sessions import run_sessions
+from workers.health.pulse import read_vitals
+
+pytestmark = pytest.mark.usefixtures("on_device")
+RANKS, WORSE = 3, 1
+KERNEL, IN_FORWARD = "addmm", 2
+"""So many of them in a micro-batch."""
+
+
+class Beats:
+    """What the pulses of all ranks say."""
+
+    def __init__(self) -> None:
+        self._shown: dict[int, mmap] = {}
+
+    def add(self, rig: Rig) -> None:
+        shown = mmap(rig.member.vitals.fd, 4096, prot=PROT_READ)
+        self._shown[rig.device.index] = shown
+
+    def look(self) -> list[Heartbeat]:
+        return [read_vitals(shown, rank) for rank, shown in sorted(self._shown.items())]
+
+
+STEPS_BEFORE, HANG_DETECT_S = 12, 1.0
+"""After so many steps each phase has a usual time."""
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_kernel_that_never_ends_is_named_within_twice_the_time_of_detection(parallel: str):
+    beats, named = Beats(), list[tuple[int, str]]()
+
+    def get_stuck() -> None:
+        device.stick(KERNEL, device=WORSE)
+        threading.Timer(2 * HANG_DETECT_S, look, (time.monotonic(),)).start()
+
+    def look(stuck_at: float) -> None:
+        late_s = time.monotonic() - stuck_at - 2 * HANG_DETECT_S  # on a busy machine
+        said = beats.look()
+        device.release()
+        in_time = [replace(beat, phase_s=beat.phase_s - late_s) for beat in said]
+        named.extend(suspects([watch(None, b, 0.0) for b in in_time], 0.0, HANG_DETECT_S))
+
+    all_there = threading.Barrier(RANKS, get_stuck)
+
+    def body(rig: Rig) -> bool:
+        beats.add(rig)
+        for _ in range(STEPS_BEFORE):
+            rig.step()
+        all_there.wait(60)
+        return rig.step().committed
+
+    how = {"reduction": "fast", "parallel": parallel, "steps": STEPS_BEFORE + 1}
+    assert run_sessions(RANKS, body, **how) == [True] * RANKS
+    ((worker, why),) = named
+    assert worker == WORSE
+    assert f"in compute of step {STEPS_BEFORE + 1}" in why
+
+
+DETECT_S = 3.0
+"""The default."""
+SLOW_S, TIMES_SLOWER = 0.04, 3
+"""Of a kernel."""
+STEPS_SLOW = LONG_STEPS + 2
+
+
+@pytest.mark.slow  # its times are of a machine that does little else
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_slower_device_is_named_and_own_seconds_are_those_of_the_devices(parallel: str):
+    beats, named_after = Beats(), list[tuple[float, tuple[int, ...]]]()
+    is_over, all_there = threading.Event(), threading.Barrier(RANKS)
+
+    def look() -> None:
+        since, began = dict[int, int](), time.monotonic()
+        while not is_over.wait(0.05):
+            since, found = stragglers(since, beats.look(), TOLD_FROM)
+            if found and not named_after:
+                workers = tuple(pace.worker for pace in found)
+                named_after.append((time.monotonic() - began, workers))
+
+    def body(rig: Rig) -> tuple[float, float]:
+        """Own seconds of a micro-batch, and the device's."""
+        beats.add(rig)
+        rank = rig.device.index
+        slow_s = SLOW_S * (TIMES_SLOWER if rank == WORSE else 1)
+        rig.step()
+        device.slow(KERNEL, slow_s, rank, count=1_000_000)
+        if all_there.wait(60) == 0:
+            threading.Thread(target=look, daemon=True).start()
+        device.reset_counters(rank)
+        for _ in range(STEPS_SLOW):
+            rig.step()
+        num_microbatches = STEPS_SLOW * len(rig.member.ids)
+        busy_s = device.counters(rank).busy_s / num_microbatches
+        return beats_of(beats.look(), rank).own_s, IN_FORWARD * slow_s + busy_s
+
+    how = {"reduction": "fast", "parallel": parallel, "steps": STEPS_SLOW + 1}
+    found = run_sessions(RANKS, body, **how)
+    is_over.set()
+    for own_s, devices_s in found:
+        assert own_s == pytest.approx(devices_s, rel=0.1), found
+    ((after_s, workers),) = named_after
+    assert workers == (WORSE,)
+    assert after_s < 2 * DETECT_S
+
+
+def beats_of(beats: Sequence[Heartbeat], rank: int) -> Heartbeat:
+    return next(beat for beat in beats if beat.worker == rank)
