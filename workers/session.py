@@ -282,6 +282,7 @@ class Step:
         if self._is_cancelled_with(error):
             self._session._logged = self._carried  # the next attempt takes it again
             self._session.attempt = self._session.attempted_step = None
+            self._member.strategy.reset()
             self._member.train_state.buffers.restore_all()  # newcomers may copy the state from here
             if not isinstance(error, Repeated):
                 # a pause waits for the boundary: a step that counts after all may be evaluated
@@ -333,9 +334,8 @@ class Step:
         session, member = self._session, self._member
         session._assign_loader(self._ids)
         self._order = session._passes.order(self._ids)
-        is_cancelled = lambda: member.is_cancelled  # noqa: E731
         loader = session._passes.loader(session._loader)
-        return StepBatches(loader, self._from_step, self._order, is_cancelled)
+        return StepBatches(loader, self._from_step, self._order, lambda: member.is_cancelled)
 
     def _next_batch(self, batches: StepBatches) -> LoadedBatch:
         session = self._session
