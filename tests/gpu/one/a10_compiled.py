@@ -2,12 +2,12 @@
 in between; or what cannot is refused by name."""
 
 import argparse
+import os
 import subprocess
 import sys
 from typing import Any
 
 import torch
-from torch import nn
 
 from tests.gpu.experiment import Table, main
 from tests.gpu.groups import HAS_GPU
@@ -29,7 +29,7 @@ def trained(mode: str, members: list[int], those: Any) -> str:
         gpu.make_deterministic()
 
     class Work(rig.Dense):
-        def build_model(self) -> nn.Module:
+        def build_model(self):
             model = super().build_model()
             model.compile(**({} if mode == "default" else {"mode": mode}))
             return model
@@ -54,6 +54,7 @@ def alone(mode: str) -> None:
 def of_two(mode: str) -> str:
     from tests.workers.ranks import run_ranks
 
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # ranks are daemons, and have no children
     return run_ranks(2, lambda those: trained(mode, [0, 1], those))[0]
 
 
