@@ -132,8 +132,8 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A script's optimizers have stepped, in a step of ours that is open. It decides nothing: where
-    the run's time goes is told by it (accounting.py)."""
+    """A script's optimizers have stepped, in a step of ours that is open: whoever was left after a
+    loss is at work again. Where the run's time goes is told by it, too (accounting.py)."""
 
     generation: int
     at: float
