@@ -132,8 +132,8 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A script's optimizers have stepped, in a step of ours that is open: whoever was left after a
-    loss is at work again. Where the run's time goes is told by it, too (accounting.py)."""
+    """A script's optimizers have stepped, in a step of ours that is open. It decides nothing: where
+    the run's time goes is told by it (accounting.py)."""
 
     generation: int
     at: float
@@ -167,6 +167,8 @@ class CollectiveFailed:
     """No loss will explain it: all wait, or the loop ends the generation of its own accord."""
     is_refused: bool = False
     """The backend refused the call itself, which no connection explains."""
+    too_few: int = 0
+    """So many members have no memory for a step, which more had; 0: that is not why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,6 @@ from elastic.control.state import (
 from elastic.protocol.membership import NumberSet, worker_name
 
 LATE = "said before it saw the Abort; its Suspended tells the same"
-GONE = "of a generation that is no more at work"
 FORMED = "somebody was through the rendezvous, so all were"
 OVER = "the run is over"
 AGAIN = "said again over another connection"
@@ -124,7 +123,7 @@ IGNORED: dict[tuple[type, type], str] = {
     (Finished, Resized): OVER,
     (Finished, Cancelled): OVER,
     (Finished, Tick): OVER,
-    **{(phase, Stepped): GONE for phase in get_args(Phase) if phase not in (Running, Pausing)},
+    **{(phase, Stepped): "it says where time goes" for phase in get_args(Phase)},
 }
 """Pairs that carry no news, and why. Everything else must have a case."""
 
@@ -367,9 +366,6 @@ def hear_outside(  # noqa: C901
             return Decision(ledger, phase)
         case _, Tick(at=at):
             return top_up(staff(ledger, phase, at, limits), at, limits)
-        case ((Running() | Pausing()), Stepped()):
-            is_current = event.generation == phase.membership.generation
-            return Decision(ledger.with_losses(failures=0) if is_current else ledger, phase)
         case _:
             raise UnexpectedEvent(phase, event)
 

@@ -18,7 +18,6 @@ from elastic.control.events import (
     Joined,
     Loaded,
     Paused,
-    Stepped,
     StopRequested,
     Synced,
     SyncFailed,
@@ -59,15 +58,6 @@ def test_survivors_go_on_with_the_next_step_and_a_replacement_is_spawned():
     healed = [Joined(8, 0, 0.0, 9.1), Joined(8, 1, 0.0, 9.1), Committed(8, 41, 0.1, 9.5)]
     ledger, phase, commands = play(ledger, phase, *healed, Tick(9.6))
     assert commands == [Spawn((3,))], "not before the survivors have committed a step"
-
-
-def test_of_a_script_survivors_that_have_stepped_are_healed_whenever_they_commit():
-    ledger, phase, _ = play(LEDGER, Running(ABC), lost(0), suspended(1, 40), suspended(2, 40))
-    formed = [Joined(8, 0, 0.0, 9.1), Joined(8, 1, 0.0, 9.1)]
-    ledger, phase, commands = play(ledger, phase, *formed, Stepped(7, 9.2), Tick(9.3))
-    assert (ledger.losses.failures, commands) == (1, []), "it was of the generation before"
-    ledger, phase, commands = play(ledger, phase, Stepped(8, 9.5), Tick(9.6))
-    assert (ledger.losses.failures, ledger.step, commands) == (0, 40, [Spawn((3,))])
     assert ledger.spawned == some(3)
 
 
