@@ -6,6 +6,10 @@ export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 # Else every process of the tests would compile what it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
+# GPUs are for test-gpu: the other tests ask for more workers than a machine may have of them.
+ifneq ($(wildcard /dev/nvidia0),)
+unit cluster test-faults: export CUDA_VISIBLE_DEVICES :=
+endif
 
 .PHONY: help demo test unit cluster test-faults test-mutations test-gpu bench docs lint style types format clean
 .DEFAULT_GOAL := help
@@ -57,8 +61,9 @@ test-mutations: $(INSTALLED) ## one-line bugs planted in a copy of the tree: eac
 	$(BIN)/python -m tests.mutations
 	$(BIN)/python -m tests.mutations --simulation
 
-test-gpu: $(INSTALLED) ## what one or more GPUs allow
-	$(BIN)/pytest tests/gpu
+# A machine with a GPU may have a torch of its own, and nothing to install from.
+test-gpu: ## what one or more GPUs allow (tests/gpu/README.md); NAMES="a1 b2" for some experiments
+	@$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) -m tests.gpu $(NAMES)
 
 bench: $(INSTALLED) ## every benchmark, appended to tests/bench/RESULTS.md (about an hour, idle machine)
 	$(BIN)/python -m tests.bench

@@ -212,6 +212,9 @@ HOST_READS = {
     "workers/scripts/values.py number_in": "the script's own metrics",
     "workers/scripts/workload.py has_ended": "committed state",
     "workers/health/preflight.py _keeps": "no group yet",
+    "workers/health/fingerprint.py computed": "no group yet",
+    "workers/distributed/staged.py send": "handed to gloo once it has come",
+    "workers/distributed/staged.py bring_back": "came over gloo, and goes to the device",
     "workers/parallel/pipeline/stand_in.py stand_in": "shapes that came over control",
     "workers/health/preflight.py _computes": "no group yet",
 }

@@ -48,6 +48,7 @@ from workers.step.vote import (
     encode,
     kept,
 )
+from workers.train_state.out_of_memory import does_not_fit
 from workers.train_state.train_state import Update
 from workers.verify import verify
 
@@ -269,10 +270,9 @@ class Step:
         """Once all have agreed, an error is that of the step itself, as on every rank."""
         if error is None:
             return not self.committed and self._member.is_cancelled
-        if isinstance(error, StepCancelled):
-            return True
         is_users = not self._is_agreed or (self.committed and lost_peer_in(error) is not None)
-        return is_users and self._member.is_over_with(error)
+        error = does_not_fit(error, self._member.world_size, self._session.fitted_over)
+        return isinstance(error, StepCancelled) or (is_users and self._member.is_over_with(error))
 
     def _end(self, error: BaseException | None) -> bool:
         """True if the block was cancelled, which swallows the error."""
@@ -282,6 +282,7 @@ class Step:
         if self._is_cancelled_with(error):
             self._session._logged = self._carried  # the next attempt takes it again
             self._session.attempt = self._session.attempted_step = None
+            self._member.strategy.reset()
             self._member.train_state.buffers.restore_all()  # newcomers may copy the state from here
             if not isinstance(error, Repeated):
                 # a pause waits for the boundary: a step that counts after all may be evaluated
@@ -333,9 +334,8 @@ class Step:
         session, member = self._session, self._member
         session._assign_loader(self._ids)
         self._order = session._passes.order(self._ids)
-        is_cancelled = lambda: member.is_cancelled  # noqa: E731
         loader = session._passes.loader(session._loader)
-        return StepBatches(loader, self._from_step, self._order, is_cancelled)
+        return StepBatches(loader, self._from_step, self._order, lambda: member.is_cancelled)
 
     def _next_batch(self, batches: StepBatches) -> LoadedBatch:
         session = self._session

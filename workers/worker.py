@@ -64,7 +64,7 @@ from workers.step.vote import check_loss, weight_of
 from workers.torch_private.version import untested
 from workers.tracebacks import begun_outside
 from workers.train_state.build import check_threads
-from workers.train_state.out_of_memory import OutOfMemory, advice
+from workers.train_state.out_of_memory import OutOfMemory
 from workers.train_state.train_state import TrainState
 from workers.train_state.trial import check_kept, try_optimizer
 from workers.worker_log import WorkerLog
@@ -466,8 +466,6 @@ class Worker:
         is_users_own = isinstance(error, UserError)
         is_ours = isinstance(error, WrongInput)
         what = error.message if is_users_own else str(error) if is_ours else in_words(error)
-        if self._has_begun and built is not None:
-            what += advice(error, built.member.world_size, built.session.fitted_over)
         return (
             f"{where}: {what}\n{error.traceback_text if is_users_own else traceback.format_exc()}"
         )

@@ -11,6 +11,7 @@ from itertools import islice
 from elastic.control.commands import Command, Retire, Spawn
 from elastic.control.detection.patience import forget
 from elastic.control.state import (
+    NO_DEVICE_FAULT,
     NOBODY,
     Active,
     Decision,
@@ -81,7 +82,8 @@ def commit(ledger: Ledger, step: int, origin: int, *, has_vote: bool) -> Ledger:
     losses = ledger.losses
     falls = losses.falls if step <= losses.fallen_from else 0
     costly = forget(losses.costly, step)
-    losses = replace(losses, failures=0, in_vain=0, falls=falls, costly=costly)
+    fault = losses.device_fault if step <= losses.device_fault.step else NO_DEVICE_FAULT
+    losses = replace(losses, failures=0, in_vain=0, falls=falls, costly=costly, device_fault=fault)
     return replace(ledger, step=step, origin=origin, has_vote=has_vote, left=NOBODY, losses=losses)
 
 

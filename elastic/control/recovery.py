@@ -12,12 +12,14 @@ from elastic.control.commands import Abort, Retire
 from elastic.control.detection.patience import lost_at, remember
 from elastic.control.events import CollectiveFailed, Committed, Suspended, WorkerLost
 from elastic.control.pool import explain, leave, move, names, num_members, top_up
+from elastic.control.resizing import in_force
 from elastic.control.scaling import regroup, staff, sync
 from elastic.control.shutdown import finish
 from elastic.control.state import (
     NOBODY,
     Camp,
     Decision,
+    DeviceFault,
     Ending,
     Forming,
     Ledger,
@@ -67,7 +69,7 @@ def lose_member(
             phase.membership, lost, None, was_forming=isinstance(phase, Forming)
         )
         commands = (Abort(phase.membership),)
-    if ledger.losses.failures > limits.max_failures:
+    if ledger.losses.failures > limits.max_failures or ledger.losses.device_fault.then:
         return spend_budget(ledger, suspending, told(event) + toll(ledger, event), limits)
     reason = (
         f"{worker_name(event.worker)} lost ({told(event)}), {num_members(suspending)} of "
@@ -87,12 +89,25 @@ def remember_place(ledger: Ledger, phase: Phase, event: WorkerLost) -> Ledger:
     if event.cause in BARRING:
         barred = ledger.losses.barred + 1 if event.at < ledger.losses.barred_until else 1
         ledger = ledger.with_losses(barred=barred, barred_until=event.at + MAX_BACKOFF_S)
+    if event.cause == "device_failed":
+        ledger = remember_device(ledger, event)
     if event.slow_in is not None:
         costly = remember(ledger.losses.costly, event.slow_in, event.worker)
         ledger = ledger.with_losses(costly=costly)
     if isinstance(phase, Forming) and event.worker in phase.newcomers:
         ledger = back_off(ledger, event.at)
     return ledger
+
+
+def remember_device(ledger: Ledger, event: WorkerLost) -> Ledger:
+    """Several GPUs may fail at once with what connects them. Those that fail one after the other,
+    in attempts at the same step, are in order."""
+    device, known = event.why.partition(" has failed")[0], ledger.losses.device_fault
+    fault = DeviceFault(ledger.step, ledger.generation, device)
+    if known.step == fault.step:
+        is_another = known.generation != fault.generation and known.device != device
+        fault = replace(known, then=device) if is_another else known
+    return ledger.with_losses(device_fault=fault)
 
 
 def call_standbys(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:
@@ -175,6 +190,9 @@ def spend_budget(ledger: Ledger, phase: Suspending, cause: str, limits: Limits) 
 
 def budget_reason(ledger: Ledger, lost: NumberSet, cause: str, limits: Limits) -> str:
     who = f"{names(lost)} lost ({cause})" if lost else cause
+    if (fault := ledger.losses.device_fault).then:
+        before = f"step {fault.step + 1} has failed on {fault.device} before"
+        return f"{who}: {before}, it is not the GPU"
     return (
         f"{who}: {ledger.losses.failures} failures since step {ledger.step} was committed, "
         f"max_failures is {limits.max_failures}"
@@ -190,7 +208,7 @@ def suspect_loss(
 ) -> Decision:
     """At the end of the run only where the state is sharded: its hash takes a collective."""
     if event.is_stall:
-        return give_up_stalled(ledger, phase, event.message, limits)
+        return give_up_stalled(ledger, phase, event, limits)
     who = worker_name(phase.membership.workers[event.rank])
     suspending = Suspending(
         phase.membership,
@@ -212,22 +230,48 @@ def hear_complaint(
     consequences."""
     if event.is_refused and not phase.is_refused:
         return Decision(ledger, replace(phase, complaint=event.message, is_refused=True))
-    if event.is_stall and (phase.deadline is not None or phase.is_overdue) and not given_up(phase):
-        phase = replace(phase, complaint=event.message, is_overdue=True)
-        return settle(Decision(ledger, replace(phase, deadline=None)), event.at, limits)
+    if event.is_stall:
+        return hear_stall(ledger, phase, event, limits)
     return Decision(ledger, replace(phase, complaint=phase.complaint or event.message))
 
 
-def give_up_stalled(
-    ledger: Ledger, phase: Forming | Running | Pausing | Ending, why: str, limits: Limits
+def hear_stall(
+    ledger: Ledger, phase: Suspending, event: CollectiveFailed, limits: Limits
 ) -> Decision:
-    """The same members try again, as often as workers may be lost without a committed step."""
+    """It needs no loss to explain it, unless that of somebody who had not met the others."""
+    if event.too_few:
+        ledger = remember_shortage(ledger, event)
+        phase = replace(phase, complaint=event.message, deadline=None, is_overdue=False)
+        return settle(Decision(ledger, phase), event.at, in_force(ledger, limits))
+    if (phase.deadline is None and not phase.is_overdue) or given_up(phase):
+        return Decision(ledger, replace(phase, complaint=phase.complaint or event.message))
+    phase = replace(phase, complaint=event.message, deadline=None, is_overdue=True)
+    return settle(Decision(ledger, phase), event.at, limits)
+
+
+def give_up_stalled(
+    ledger: Ledger,
+    phase: Forming | Running | Pausing | Ending,
+    event: CollectiveFailed,
+    limits: Limits,
+) -> Decision:
+    """The same members try again, as often as workers may be lost without a committed step. Where
+    they have no memory for a step that more of them had, more are waited for."""
+    why, suspending = event.message, Suspending(phase.membership, NOBODY, None, event.message)
+    if event.too_few >= limits.max_workers:
+        return finish(ledger, phase, "failed", f"{why}; max_workers is {limits.max_workers}")
+    if event.too_few:
+        ledger = remember_shortage(ledger, event)
+        return Decision(ledger, suspending, (Abort(phase.membership),), why)
     ledger = ledger.with_losses(failures=ledger.losses.failures + 1)
-    suspending = Suspending(phase.membership, NOBODY, None, why)
     if ledger.losses.failures > limits.max_failures:
         return spend_budget(ledger, suspending, why, limits)
     reason = f"{why}; budget {ledger.losses.failures}/{limits.max_failures}"
     return Decision(ledger, suspending, (Abort(phase.membership),), reason)
+
+
+def remember_shortage(ledger: Ledger, event: CollectiveFailed) -> Ledger:
+    return ledger.with_losses(too_few=max(ledger.losses.too_few, event.too_few))
 
 
 def apart(phase: Forming) -> NumberSet:

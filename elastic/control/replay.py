@@ -102,6 +102,7 @@ _CLASSES = registry(
     state.Save,
     state.Saves,
     state.Losses,
+    state.DeviceFault,
     state.Notice,
     Nodes,
     Parallel,

@@ -15,14 +15,19 @@ from elastic.protocol.timeouts import UNLIMITED_S
 
 
 def in_force(ledger: Ledger, limits: Limits) -> Limits:
-    """The limits, with the number of workers that was asked for last."""
-    if not ledger.max_workers:
-        return limits
-    return replace(limits, min_workers=ledger.min_workers, max_workers=ledger.max_workers)
+    """The limits, with the number of workers that was asked for last, and at least as many as have
+    memory enough for a step."""
+    if ledger.max_workers:
+        limits = replace(limits, min_workers=ledger.min_workers, max_workers=ledger.max_workers)
+    too_few = ledger.losses.too_few
+    if too_few and too_few >= limits.min_workers:
+        limits = replace(limits, min_workers=too_few + 1)
+    return limits
 
 
 def resize(ledger: Ledger, phase: Phase, event: Resized, limits: Limits) -> Decision:
     """From now on the run has so many workers. Who is there longest stays."""
+    ledger = ledger.with_losses(too_few=0)  # whoever asks for so few may know better
     ledger = replace(ledger, min_workers=event.min_workers, max_workers=event.max_workers)
     limits, at = in_force(ledger, limits), event.at
     reason = f"resized to {event.min_workers} to {event.max_workers} workers"

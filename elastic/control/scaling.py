@@ -195,7 +195,7 @@ def regroup(
         why = f"too few stay when {names(leavers_of(ledger, survivors))} leave; step {ledger.step}"
         why += " is saved"
     elif survivors:
-        why = f"{lack(len(survivors), limits)}, step {ledger.step}"
+        why = f"{lack(len(survivors), limits)}{no_memory(ledger)}, step {ledger.step}"
     else:
         why = f"nobody is left who holds step {ledger.step}"
     return explain(why, top_up(staff(ledger, Waiting(why), at, limits), at, limits))
@@ -204,6 +204,12 @@ def regroup(
 def lack(num_workers: int, limits: Limits) -> str:
     """Why so many do not go on; empty if they do."""
     return shortage(limits.parallel, num_workers, limits.min_workers)
+
+
+def no_memory(ledger: Ledger) -> str:
+    """Why it takes so many workers, if that was found out; else empty."""
+    too_few = ledger.losses.too_few
+    return f": step and state do not fit over {too_few}" if too_few else ""
 
 
 def without_surplus(

@@ -82,6 +82,22 @@ class Saves:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceFault:
+    """A worker lost with its GPU."""
+
+    step: int
+    """Committed steps then."""
+    generation: int
+    device: str
+    """By its name, as its worker called it."""
+    then: str = ""
+    """Another one that has failed in a later attempt at the same step: it is not the GPUs."""
+
+
+NO_DEVICE_FAULT = DeviceFault(-1, 0, "")
+
+
+@dataclass(frozen=True, slots=True)
 class Losses:
     """What was lost, as far as it counts against a budget or makes the next attempt wait."""
 
@@ -105,6 +121,10 @@ class Losses:
     """...and is not asked for before this time."""
     costly: tuple[Costly, ...] = ()
     """Of steps that are not committed: whoever is there has `Limits.cold_patience_s`."""
+    too_few: int = 0
+    """So many members had no memory for a step, which more had: it takes more than these."""
+    device_fault: DeviceFault = NO_DEVICE_FAULT
+    """The first one of the step at hand."""
 
 
 NO_SAVES, NO_LOSSES = Saves(), Losses()

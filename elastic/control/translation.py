@@ -59,9 +59,9 @@ def event_of(worker: int, report: Eventful, at: float) -> e.Event:  # noqa: C901
                 is_copied=said.is_copied,
                 has_vote=said.vote is not None,
             )
-        case r.CollectiveFailed(generation, rank, message, is_refused, is_explained):
+        case r.CollectiveFailed(generation, rank, message, is_refused, is_explained, too_few):
             return e.CollectiveFailed(
-                generation, rank, message, at, is_stall=is_explained, is_refused=is_refused
+                generation, rank, message, at, is_explained, is_refused, too_few
             )
         case r.Done(generation, rank, step, origin):
             return e.Done(generation, rank, step, at, origin)

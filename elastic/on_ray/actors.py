@@ -192,6 +192,16 @@ def import_patiently(*modules: str) -> None:
             import_module(module)
 
 
+def see_gpus(is_wanted: bool) -> None:
+    """Before CUDA is there: this process sees the GPUs that Ray gave it, also where Ray leaves
+    CUDA_VISIBLE_DEVICES alone (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES), or none at all."""
+    given: list[str] = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    if not is_wanted:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif given:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(given)
+
+
 class WorkerActor:
     """One slot: a CPU slot or a GPU."""
 
@@ -201,6 +211,7 @@ class WorkerActor:
     def run(self, spec: WorkerSpec) -> None:
         """Train until the controller ends this process; raises what the user's code raises."""
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages, before it loads
+        see_gpus(spec.device == "cuda")
         if spec.is_standby:
             importing = Thread(target=import_patiently, args=("torch._dynamo", "workers.worker"))
             importing.start()

@@ -60,6 +60,14 @@ class GivenUp(PeerLost):
     """The loop ends the generation of its own accord: no loss is waited for that explains it."""
 
 
+class DoesNotFit(GivenUp):
+    """Members are too few: a step and the state need more memory than they have."""
+
+    def __init__(self, text: str, num_members: int) -> None:
+        super().__init__(text)
+        self.num_members = num_members
+
+
 class DamagedCheckpoint(Exception):
     """A file of a checkpoint is not what was written."""
 

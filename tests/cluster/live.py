@@ -22,6 +22,8 @@ RARE_REPORTS = {
     "RAY_metrics_report_interval_ms": "600000",
 }
 """Ray's agents look at all processes of the machine every few seconds, for each node."""
+DEVICE = os.environ.get("ELASTIC_TEST_DEVICE", "cpu")
+"""Of runs whose test names none: a machine with a GPU or two must not decide it."""
 
 
 def environment(temp: Path) -> dict[str, str]:
@@ -55,6 +57,7 @@ class LiveRun:
         self.directory = Path(storage) / name
         arguments = ["run", target, "--storage", str(storage), "--name", name, "--json"]
         defaults = {"steps": 30, "global_batch": 48, "micro_batch": 6, "reduction": "bitwise"}
+        defaults["device"] = DEVICE
         place = hashlib.sha256(f"{storage}/{name}".encode()).hexdigest()[:16]
         self._awake = ray_temp / f"awake-{place}"
         for key, value in {**defaults, **options}.items():

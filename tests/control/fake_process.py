@@ -95,6 +95,7 @@ class Process:
         self.in_force = ReportsInForce()
         self.at = "boundary"
         self.weights, self.gradient, self.gradient_of = 0, None, 0
+        self.fitted_over = 0
         self.records = Records(cast(Any, self), 1, is_delayed=is_delayed)
         self.recorded = Recorded()
         self.group: Group | None = None
@@ -271,6 +272,9 @@ class Process:
         yield
         if self.machine.is_cancelled:
             raise Cancelled
+        if self.world_size < min(self.fitted_over, self.cluster.faults.fits_over):
+            yield from self.tell(e.PeersLost("no memory", False, True, self.world_size))
+            raise Cancelled
         if self.rng.random() < self.cluster.faults.user_failure:
             self.send(r.UserFailed("ValueError: no"))
             while True:
@@ -305,7 +309,7 @@ class Process:
         self.is_applying = True
         if self.rng.random() < 0.1:
             yield
-        self.weights, self.gradient = weights, None
+        self.weights, self.gradient, self.fitted_over = weights, None, self.world_size
         yield from self.tell(e.StepCommitted(step, should_pause))
         self.is_applying = False
 

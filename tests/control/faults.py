@@ -34,6 +34,8 @@ class Faults:
     drains: int = 0
     drain_chance: float = 0.01
     notice_s: tuple[float, ...] = (0.0, 0.2, 3.0, 30.0)
+    fits_over: int = 0
+    """A step that has fitted over more has no memory over fewer members than this."""
     resizes: int = 0
     """So often the run is told to have from 1 to 4 workers."""
     holder_losses: int = 0

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.on_ray.placement.machines import Torch, choose_device, torch_here
+from elastic.on_ray.placement import machines
+from elastic.on_ray.placement.machines import Torch, choose_device, driver_lack, torch_here
 from elastic.protocol.errors import WrongInput
 
-CPU_BUILD, CUDA_BUILD = Torch("2.13.0+cpu", False), Torch("2.13.0+cu128", True)
+CPU_BUILD = Torch("2.13.0+cpu", "is a build without CUDA")
+CUDA_BUILD = Torch("2.13.0+cu128")
 
 
 @pytest.mark.parametrize(
@@ -42,13 +44,30 @@ def test_who_asks_for_gpus_that_no_torch_can_use_is_refused_in_a_line():
 def test_a_machine_says_which_build_of_torch_it_has_without_importing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    assert torch_here() == Torch(torch.__version__, bool(torch.version.cuda or torch.version.hip))
+    found = torch_here()
+    assert found is not None
+    assert found.version == torch.__version__
+    if not (torch.version.cuda or torch.version.hip):
+        assert found.lack == CPU_BUILD.lack
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("raise RuntimeError('imported')")
     (tmp_path / "torch/version.py").write_text("__version__ = '9.0+cu1'\ncuda: str = '1.0'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "torch")
-    assert torch_here() == Torch("9.0+cu1", True)
+    monkeypatch.setattr(machines, "driver_version", lambda: 13000)
+    assert torch_here() == Torch("9.0+cu1")
+
+
+def test_a_driver_that_is_older_than_the_build_of_torch_means_cpus_and_says_so():
+    old = Torch("2.13.0+cu130", driver_lack("13.0", 12040))
+    device, note = choose_device("auto", 1, {"10.0.0.1": old})
+    assert device == "cpu"
+    assert note == (
+        "the cluster has 1 GPU, but torch 2.13.0+cu130 on 10.0.0.1 was built for CUDA 13.0, and "
+        "the driver knows 12.4 only: the run trains on CPUs"
+    )
+    assert driver_lack("13.0", None) == "was built for CUDA 13.0, and there is no driver"
+    assert [driver_lack("12.8", v) for v in (12000, 12080, 13000)] == ["", "", ""]
 
 
 def test_a_run_waits_for_gpus_that_the_cluster_can_add():

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from tests.device.device import SIM
 from tests.device.nccl_group import SimulatedNccl
-from workers.distributed import gloo
+from workers.distributed import gloo, staged
 from workers.distributed.backends import with_control
 from workers.distributed.nccl import formed
 from workers.distributed.process_group import Alone, Formation, Group, GroupSpec
@@ -29,7 +29,9 @@ _prefixes = itertools.count()
 class Meeting:
     """Where the ranks of one test find each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_staged: bool = False) -> None:
+        """is_staged: data goes through host memory and gloo (workers/distributed/staged.py)."""
+        self._is_staged = is_staged
         self._store = HashStore()
         self._store.set_timeout(timedelta(seconds=0.05))
         self._of_gloo: Any = HashStore()
@@ -62,7 +64,9 @@ class Meeting:
             limits = {"join_timeout_s": DEADLINE_S, "operation_timeout_s": DEADLINE_S}
             full_name = f"{self._prefix}/{name}"
             spec = GroupSpec(store, full_name, rank, world_size, given_up=given_up, **limits)
-            connect = with_control(partial(self.data, where, name), partial(control, where))
+            nccl, through_host = partial(self.data, where, name), partial(staged.connect, HOST)
+            data = through_host if self._is_staged else nccl
+            connect = with_control(data, partial(control, where))
             group = connect(spec)
             group.form_part = lambda part, r, size: self.form(r, size, f"{name}/{part}", where)
             return group
@@ -92,10 +96,12 @@ def control(where: torch.device, spec: GroupSpec) -> Group:
     return group
 
 
-def run_ranks(world_size: int, body: Callable[[int, Meeting], Any]) -> list[Any]:
+def run_ranks(
+    world_size: int, body: Callable[[int, Meeting], Any], *, is_staged: bool = False
+) -> list[Any]:
     """body(rank, meeting) in a thread each, whose current device is its own; the results, in which
     an exception stands for the body that has raised it."""
-    meeting, results = Meeting(), [None] * world_size
+    meeting, results = Meeting(is_staged=is_staged), [None] * world_size
 
     def run(rank: int) -> None:
         torch.sim.set_device(rank)

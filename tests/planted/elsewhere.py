@@ -253,11 +253,55 @@ ELSEWHERE = (
         "tests/device/test_snapshots.py",
     ),
     Mutation(
-        "NCCL's abort keeps whoever gives up, and its parts are aborted one by one",
+        "NCCL's abort keeps whoever gives up",
         "workers/distributed/nccl.py",
         "            self._aborting.start()\n",
         "            self._aborting.run()\n",
         "tests/device/test_nccl_group.py",
+    ),
+    Mutation(
+        "a group over NCCL and its parts are aborted one after another",
+        "workers/distributed/nccl.py",
+        "            self.backend.abort()\n        except RuntimeError as error:\n            log",
+        "            with vars(threading).setdefault('one', threading.Lock()):\n"
+        "                self.backend.abort()\n"
+        "        except RuntimeError as error:\n            log",
+        "tests/device/test_nccl_group.py",
+    ),
+    Mutation(
+        "FSDP2's streams are not waited for where a pass has broken off",
+        "workers/parallel/fsdp2_private/sharded_model.py",
+        "            self._order_streams()\n",
+        "",
+        "tests/device/test_abandonment.py",
+    ),
+    Mutation(
+        "all pieces of the gradients are on their way at once",
+        "workers/reduction/tree_reduction.py",
+        "PIECES_IN_FLIGHT = 2\n",
+        "PIECES_IN_FLIGHT = 2000\n",
+        "tests/device/test_memory.py",
+    ),
+    Mutation(
+        "a model to be sharded is whole on its device at first",
+        "workers/parallel/sharded.py",
+        "        whole = leave_on_host(model, device)\n",
+        "        model = model.to(device)\n",
+        "tests/device/test_memory.py",
+    ),
+    Mutation(
+        "rows of offloaded state pass through the device at once",
+        "workers/parallel/sharded.py",
+        "PlainMemory(device, sharded_model.host)",
+        "PlainMemory(device)",
+        "tests/device/test_memory.py",
+    ),
+    Mutation(
+        "a device that has failed in a save is only a failed save",
+        "workers/checkpoint/saver.py",
+        "            self._fault = error if",
+        "            self._fault = None if",
+        "tests/device/test_faults.py",
     ),
     Mutation(
         "one look at the gradients for each micro-batch",

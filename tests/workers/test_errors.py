@@ -218,26 +218,3 @@ worker._tell_of_errors(train)
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     return done.returncode, done.stdout
-
-
-@on_both
-def test_a_device_too_small_for_fewer_members_is_told_with_how_many_it_is_large_enough():
-    reporting = Reporting(Faulty(loss=lambda value: raise_(torch.OutOfMemoryError("60 GiB"))))
-    session = reporting.rig.session
-
-    def train():
-        while session.step < 2:
-            reporting.rig.step()
-        assert session.fitted_over == 1
-        session.fitted_over = 4  # of a generation of four
-        reporting.rig.step()
-
-    reporting.rig.form(generation=1, step=0)
-    reporting.train = train
-    _, kind, message = reporting.said()
-    assert kind == "user_failed"
-    assert message.splitlines()[0] == (
-        "rank 0 in step 3, micro-batch 1, stream positions 27..29, rows [12, 26, 25]: "
-        "OutOfMemoryError: 60 GiB (step and state fit over 4 workers, and not over 1: resume with "
-        "workers=(4, ...), so that the run waits for as many, or with offload=True)"
-    )

@@ -18,9 +18,9 @@ def test_values_of_any_length_come_from_all_ranks_in_their_order():
         ]
         found, launched = [], []
         for value in mine:
-            before = group._num_launched
+            before = group._num_launched["all"]
             found.append(gather_json(group, value))
-            launched.append(group._num_launched - before)
+            launched.append(group._num_launched["all"] - before)
         return found, launched
 
     expected = [

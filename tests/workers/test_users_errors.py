@@ -86,6 +86,29 @@ def test_a_lost_peer_in_its_own_collective_is_told_and_cancels_the_step(rig, kin
     assert weights_sha256(rig.train_state.model) == calm_hash(2)
 
 
+def test_a_step_without_memory_among_fewer_members_waits_for_more_of_them(rig):
+    def trouble():
+        go_on(rig)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nhint")
+
+    rig.workload.trouble, rig.session.fitted_over = trouble, 2
+    assert not rig.step().committed
+    ((said, _),) = rig.link.of("collective_failed")
+    assert (said["too_few"], said["is_explained"], said["is_refused"]) == (1, True, False)
+    assert said["message"] == (
+        "step and state fit over 2 workers, and not over 1: CUDA out of memory. Tried to allocate "
+        "2 GiB"
+    )
+    assert rig.step().committed
+    assert weights_sha256(rig.train_state.model) == calm_hash(2)
+
+
+def test_a_step_that_never_fitted_is_the_users(rig):
+    rig.workload.trouble = lambda: raise_(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        rig.step()
+
+
 def test_a_lost_peer_behind_the_commit_leaves_the_step_committed(rig):
     with rig.session.next_step() as step:
         for batch in step.microbatches():

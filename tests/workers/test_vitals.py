@@ -138,3 +138,27 @@ def test_a_script_tells_its_own_part_and_the_steps_around_it_say_nothing():
         vitals.end_step(1.0)
     seen = shown(vitals)
     assert (seen["own_steps"], seen["own_s"]) == (3, 0.2)
+
+
+def test_what_a_host_waits_for_in_the_middle_of_passes_is_its_devices_or_its_peers():
+    now = [0.0]
+    vitals = Vitals(clock=lambda: now[0])
+    vitals.enter("compute")
+    vitals.begin_step()
+
+    def wait(phase, seconds):
+        with vitals.waiting_for(phase):
+            now[0] += seconds
+            return vitals.phase, shown(vitals)["waits_for_peers"]
+
+    assert wait("compute", 2.0) == ("compute", False)
+    assert wait("gather", 5.0) == ("gather", True)
+    with vitals.gathering():  # what the strategy takes for its peers may be this rank's own
+        assert wait("compute", 4.0) == ("compute", False)
+        assert vitals.phase == "gather"
+    now[0] += 1.0
+    vitals.enter("reduce")
+    assert wait("compute", 9.0)[0] == "reduce", "the passes are over"
+    vitals.end_step(1)
+    vitals.enter("vote")
+    assert shown(vitals)["own_s"] == 7.0

@@ -200,6 +200,7 @@ def test_an_operation_without_a_deterministic_kernel_is_refused_by_name_where_bi
     monkeypatch,
 ):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "1")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     worker, rig = object.__new__(Worker), Rig("bitwise", Racing())
     worker._spec, worker._loader, worker._built = rig.spec, rig.loader, rig.built

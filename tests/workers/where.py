@@ -1,5 +1,6 @@
 """Where the tests of training train: on the CPU, and again on the simulated device (tests/device),
-in this process and in those of its ranks.
+in this process and in those of its ranks; or, with ELASTIC_TEST_DEVICE=cuda, on a GPU that all
+ranks share (tests/gpu).
 
 `HERE` is what `place`, the one parameter, says (conftest.py); the rigs take it where a test names
 no device of its own. A hash is compared with one of the same place: the norm that clips has another
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from tests.workers import fake_groups
@@ -18,6 +20,7 @@ from workers.distributed import backends, gloo
 from workers.distributed.backends import with_control
 from workers.distributed.nccl import formed
 from workers.distributed.process_group import Connect, Group, GroupSpec
+from workers.health import gpu
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -32,6 +35,8 @@ def go_to(kind: str) -> None:
 
         torch.set_num_threads(1)
         device.reset()
+    if kind == "cuda":
+        gpu.make_deterministic()
     HERE = torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
     # Module.to() takes tied parameters apart on a device of PrivateUse1, as on no GPU.
     torch.__future__.set_swap_module_params_on_conversion(kind == "sim")
@@ -39,6 +44,8 @@ def go_to(kind: str) -> None:
 
 def of_rank(rank: int) -> torch.device:
     """Of a rank that is a thread of this process: autograd has one thread for each device."""
+    if HERE.type == "cuda" and rank >= torch.cuda.device_count():
+        pytest.skip(f"threads are ranks here, and rank {rank} needs a GPU of its own")
     return HERE if HERE.type == "cpu" else torch.device(HERE.type, rank)
 
 
@@ -91,8 +98,8 @@ def leave() -> None:
 
 
 def store_of_parts() -> Any:
-    """Over which the communicators of processes meet, and send; None on the CPU."""
-    if HERE.type == "cpu":
+    """Over which the communicators of simulated processes meet, and send; else None."""
+    if HERE.type != "sim":
         return None
     from tests.device.parts import PartsServer
 
@@ -100,7 +107,10 @@ def store_of_parts() -> Any:
 
 
 def connect_here(parts: str) -> Connect:
-    """What connects ranks that are processes. parts: the address of the store of parts."""
+    """What connects ranks that are processes, and share a GPU if there is one. parts: the address
+    of the store of parts."""
+    if HERE.type == "cuda":
+        return backends.connect_staged(HOST)
     if HERE.type == "cpu":
         return backends.connect_for(HERE, HOST)
     return with_control(partial(_data, parts), partial(gloo.connect, HOST))
@@ -111,6 +121,8 @@ def connecting_threads() -> Callable[[torch.device, str], Connect]:
     (workers/distributed/backends.py), which knows of no simulated device."""
     if HERE.type == "cpu":
         return backends.connect_for
+    if HERE.type == "cuda":
+        return lambda device, host: backends.connect_staged(host)
     from tests.device import ranks
 
     meeting = ranks.Meeting()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from elastic.protocol.layout import Box, Position, TensorLayout, whole
@@ -111,6 +112,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._saved = (0, 0)  # generation, step
         self._said: PartSaved | PartFailed | None = None
+        self._fault: torch.AcceleratorError | None = None
+        """Of the device, which can do nothing more."""
 
     def open(self, place: str) -> None:
         """place: the run directory."""
@@ -204,7 +207,7 @@ class Saver:
         self, train_state: TrainState, by: StateOwner, tell: Callable[[], None] = lambda: None
     ) -> None:
         """Return once this state's part is written or has failed; an older save ends first. It has
-        failed, too, where the storage hangs.
+        failed, too, where the storage hangs. RuntimeError if the device has failed in it.
 
         tell: called now and then while it gets further.
         """
@@ -218,6 +221,8 @@ class Saver:
             is_over = self._wait_moving(tell)
         if not is_over:
             self._say_stuck(by, train_state.step)
+        if self._fault is not None:
+            raise RuntimeError("this rank's part could not be copied") from self._fault
 
     def _say_stuck(self, by: StateOwner, step: int) -> None:
         """The storage hangs in a job, so that the save of `step` has failed."""
@@ -255,8 +260,7 @@ class Saver:
         try:
             copies = job.copy()
             folder = self.catalogue.prepare(job.step)
-            launch = self.catalogue.launch
-            name = file_name(job.generation, job.rank, job.world_size, launch)
+            name = file_name(job.generation, job.rank, job.world_size, self.catalogue.launch)
             contents = job.contents(copies)
             part = write_part(folder, name, job.boxes, contents, on_block=job.advance)
             if job.is_given_up:
@@ -270,6 +274,7 @@ class Saver:
             message = f"{type(error).__name__}: {error}"
             what = 'generation=%d step=%d save failed reason="%s"'
             log.warning(what, job.generation, job.step, message)
+            self._fault = error if isinstance(error, torch.AcceleratorError) else self._fault
             self._say(PartFailed(job.generation, job.rank, job.step, message))
         finally:
             self._memory.give(copies)

@@ -1,7 +1,8 @@
 """Which backends connect the members of a generation.
 
 Between GPUs there are two groups, formed one after the other: NCCL for data, and gloo for control,
-whose waits block and raise. Elsewhere one group over gloo is both.
+whose waits block and raise. Elsewhere one group over gloo is both. Where ranks share a GPU data is
+staged in host memory (tests/gpu).
 """
 
 from dataclasses import replace
@@ -9,8 +10,9 @@ from functools import partial
 
 import torch
 
-from workers.distributed import gloo, nccl
-from workers.distributed.process_group import Connect, Group, GroupSpec
+from workers.distributed import gloo, nccl, staged
+from workers.distributed.group_spec import GroupSpec
+from workers.distributed.process_group import Connect, Group
 
 
 def connect_for(device: torch.device, host: str) -> Connect:
@@ -19,6 +21,11 @@ def connect_for(device: torch.device, host: str) -> Connect:
     if device.type != "cuda":
         return control
     return with_control(partial(nccl.connect, device), control)
+
+
+def connect_staged(host: str) -> Connect:
+    """host: as in `connect_for`. Of ranks that may share a GPU."""
+    return with_control(partial(staged.connect, host), partial(gloo.connect, host))
 
 
 def with_control(data: Connect, control: Connect) -> Connect:

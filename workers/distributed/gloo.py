@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  (no __all__)
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
+from workers.distributed.group_spec import GroupSpec
 from workers.distributed.pending import Pending, Waitable, failure_of
-from workers.distributed.process_group import Group, GroupSpec
+from workers.distributed.process_group import Group
 from workers.torch_private.c10d import gloo_options
 
 DIRECT_WAIT = timedelta(milliseconds=10)

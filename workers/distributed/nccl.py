@@ -14,13 +14,16 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  (no __all__)
 
 from elastic.protocol.errors import PeerLost
+from workers.distributed.group_spec import GroupSpec
 from workers.distributed.pending import Pending, Waitable, What, failure_of
-from workers.distributed.process_group import Group, GroupSpec
+from workers.distributed.process_group import Group
 from workers.torch_private.c10d import is_connected, nccl_options
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.002
 """Between two looks at whether a communicator is there."""
+FREE_BYTES = 1 << 30
+"""Outside torch's cache, for NCCL's buffers."""
 STAGGER_S = 2.0
 """Between the ranks whose aborts all hang: the first one's end may free the others."""
 
@@ -97,6 +100,8 @@ class NcclGroup(Group):
 def connect(device: torch.device, spec: GroupSpec) -> NcclGroup:
     """The group, once all its members are here. Raises PeerLost if it is given up before."""
     torch.cuda.set_device(device)
+    if torch.cuda.mem_get_info(device)[0] < FREE_BYTES:
+        torch.cuda.empty_cache()  # NCCL's own memory is none of torch's
     options = nccl_options(spec.operation_timeout_s)
     options.config.blocking = 0  # an absent member would be waited for, for ever
     store = PrefixStore(spec.name, spec.store)

@@ -5,6 +5,7 @@ Who waits, and how a wait is given up, is the group's business (process_group.py
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ REFUSALS = ("ncclInvalidArgument", "ncclInvalidUsage", "ncclUnhandledCudaError")
 _UNLIMITED = timedelta(0)
 
 
+OnWait = Callable[[int, str, int, str], None]
+Aside = Callable[[str], AbstractContextManager[None]]
 What = tuple[int, str, int, str]
 """The operation that a rank waits in: its number, its name, its elements (0 where ranks may differ)
 and, of an exchange between two, the peer."""
@@ -37,6 +40,13 @@ class Waiting(Protocol):
     changed: threading.Condition
 
     def finish(self, pending: "Pending") -> None: ...
+
+
+class Waits(Protocol):
+    """Who is told what the main thread waits for: see `on_wait` and `waiting_for` of Group."""
+
+    def waits_in(self, number: int, collective: str, size: int, part: str = "", /) -> None: ...
+    def waiting_for(self, phase: str, /) -> AbstractContextManager[None]: ...
 
 
 class Abandonable(Protocol):

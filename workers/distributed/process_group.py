@@ -13,9 +13,9 @@ reuses a buffer that an abandoned operation may still write.
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,18 +23,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic.protocol.errors import PeerLost
+from elastic.protocol.errors import PeerLost, UnfitNode
 from elastic.protocol.messages.to_worker import Form
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed import registry
 from workers.distributed.c10d import C10dGroup, Copies
 from workers.distributed.device_wait import to_host
-from workers.distributed.pending import Abandonable, Pending, Settling, Waitable, What, failure_of
+from workers.distributed.group_spec import GroupSpec
+from workers.distributed.pending import (
+    Abandonable,
+    Aside,
+    OnWait,
+    Pending,
+    Settling,
+    Waitable,
+    Waits,
+    What,
+    failure_of,
+)
 from workers.distributed.store import StoreClient
 from workers.torch_private import c10d as private
 
 UNNAMED = "unnamed"
-OnWait = Callable[[int, str, int, str], None]
 
 
 class Group(C10dGroup):
@@ -64,7 +74,9 @@ class Group(C10dGroup):
         ranks may differ), and the name of the part whose it is, or the one peer."""
         self.on_stuck: Callable[[str], None] = lambda why: None
         """Told, in a thread of its own, that the device does not let go of the group."""
-        self._num_launched = self._num_exchanged = 0
+        self.waiting_for: Aside = lambda phase: nullcontext()
+        """Entered where a wait blocks the host: for its own device ("compute"), or for peers."""
+        self._num_launched: Counter[str] = Counter()
         self._pending: deque[Pending] = deque()
         self._parts: list[Abandonable] = []
         self.form_part: Callable[[str, int, int], Formation] | None = None
@@ -116,6 +128,7 @@ class Group(C10dGroup):
             part = formation.wait(timeout_s)
             part.on_wait = lambda number, what, size, _: self.on_wait(number, what, size, name)
             part.on_stuck = lambda why: self.on_stuck(why)
+            part.waiting_for = lambda phase: self.waiting_for(phase)
         part.register(ranks)
         self.adopt(part)
         return part
@@ -223,8 +236,8 @@ class Group(C10dGroup):
             work = launch()
         except RuntimeError as error:
             raise self.refusal_of(error) from error
-        self._num_launched += 1
-        return self._in_flight(work, (self._num_launched, *what, ""), unpack)
+        self._num_launched["all"] += 1
+        return self._in_flight(work, (self._num_launched["all"], *what, ""), unpack)
 
     def _in_flight(
         self, work: Waitable, what: What, unpack: Callable[[], None] | None = None
@@ -243,8 +256,8 @@ class Group(C10dGroup):
             work = self._waitable(launch())
         except RuntimeError as error:
             raise failure_of(error) from error
-        self._num_exchanged += 1
-        return self._in_flight(work, (self._num_exchanged, name, size, f"peer{peer}"))
+        self._num_launched["two"] += 1
+        return self._in_flight(work, (self._num_launched["two"], name, size, f"peer{peer}"))
 
     # --- walking away -----------------------------------------------------------------------
     def abandon(self) -> None:
@@ -326,21 +339,6 @@ class Alone(Group):
 AnyGroup = Group
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """Of one rank in a group to be."""
-
-    store: StoreClient
-    name: str
-    rank: int
-    world_size: int
-    join_timeout_s: float
-    operation_timeout_s: float
-    """The backend's own limit per collective, a last resort only."""
-    given_up: threading.Event
-    """Nobody waits for the group any more."""
-
-
 Connect = Callable[[GroupSpec], Group]
 """A backend's: the group, once all its members are here."""
 
@@ -362,7 +360,8 @@ class Formation:
         try:
             group = form(self._given_up)
         except Exception as e:
-            error = e
+            error = e if isinstance(e, UnfitNode) else PeerLost(f"forming failed: {e}")
+            error.__cause__ = None if error is e else e
         with self.changed:
             self._group, self._error = group, error
             self.changed.notify_all()
@@ -378,7 +377,7 @@ class Formation:
             group.abandon()
 
     def wait(self, timeout_s: float) -> Group:
-        """The group; PeerLost if it cannot be formed in `timeout_s` or is given up."""
+        """The group; PeerLost if it cannot be formed in `timeout_s` or is given up; UnfitNode."""
         with self.changed:
             self.changed.wait_for(
                 lambda: self._group or self._error or self._given_up.is_set(), timeout_s
@@ -388,7 +387,7 @@ class Formation:
             if self._group is not None:
                 return self._group
             if self._error is not None:
-                raise PeerLost(f"forming failed: {self._error}") from self._error
+                raise self._error
         self.abandon()
         raise PeerLost(f"forming did not finish in {timeout_s:g} s")
 
@@ -449,12 +448,12 @@ class OwnGroup:
         spec: WorkerSpec,
         connect: Connect,
         is_given_up: Callable[[], bool],
-        on_wait: OnWait,
+        waits: Waits,
         on_stuck: Callable[[str], None],
     ) -> None:
-        """is_given_up: whether the generation at hand is, by now. on_wait, on_stuck: see Group."""
+        """is_given_up: whether the generation at hand is, by now. on_stuck: see Group."""
         self._spec, self._connect, self._is_given_up = spec, connect, is_given_up
-        self._on_wait, self._on_stuck = on_wait, on_stuck
+        self._waits, self._on_stuck = waits, on_stuck
         self._generation = 0
         self._formation: Formation | None = None
         self.group: Group | None = None
@@ -488,7 +487,8 @@ class OwnGroup:
             group: Group = Alone(name_of(self._spec, self._generation))
         else:
             group = self._formation.wait(self._spec.timeouts.join_s)
-        group.on_wait, group.on_stuck = self._on_wait, self._on_stuck
+        group.on_wait, group.on_stuck = self._waits.waits_in, self._on_stuck
+        group.waiting_for = self._waits.waiting_for
         self.group, self._formation = group, None
 
     def abandon(self, generation: int) -> None:

@@ -15,6 +15,7 @@ from elastic.protocol import nccl_settings
 from elastic.protocol.errors import UnfitNode, WrongInput
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.files import first_line
+from workers.health.nvml import nvml
 
 SIOCGIFADDR = 0x8915
 """Linux: the address of an interface."""
@@ -34,15 +35,38 @@ def prepare(spec: WorkerSpec) -> torch.device:
     if not torch.cuda.is_available():
         raise UnfitNode(
             f"torch {torch.__version__} on node {spec.host} can use no GPU, though Ray has one "
-            f"there ({_why_unusable()}); install a build with CUDA that fits the driver, or use "
+            f"there ({why_unusable()}); install a build with CUDA that fits the driver, or use "
             "--device cpu"
         )
     if spec.reduction == "bitwise":
         make_deterministic()
+    claim_whole(spec)
     return torch.device("cuda", 0)
 
 
-def _why_unusable() -> str:
+def claim_whole(spec: WorkerSpec) -> None:
+    """Of slices of one GPU (MIG) one worker of a run at most has one: NCCL connects no two. Raises
+    UnfitNode in the other."""
+    given, library = os.environ.get("CUDA_VISIBLE_DEVICES", ""), nvml()
+    if not given.startswith("MIG-") or library is None or not (whole := library.whole_of(given)):
+        return
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0elastic/{spec.run_id}/{whole}")
+    except OSError as error:
+        raise UnfitNode(
+            f"{given} on node {spec.host} is a slice of {whole}, of which another worker of this "
+            "run has another slice, and NCCL connects no two slices of one GPU: give Ray one "
+            "slice of each GPU, or turn MIG off"
+        ) from error
+    _claims.append(claim)
+
+
+_claims: list[socket.socket] = []
+"""They end with this process."""
+
+
+def why_unusable() -> str:
     """torch's own words: a build without CUDA, a driver that is too old and which one it is."""
     try:
         torch.cuda.init()
@@ -54,6 +78,7 @@ def _why_unusable() -> str:
 def make_deterministic() -> None:
     """On a GPU equal bits need kernels that do not race: an operation without one raises."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # it measures no kernels then
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.benchmark = False

@@ -4,10 +4,14 @@ A second of work. A GPU that raises has failed (workers/health/gpu.py); one that
 memory left, is the node's: another node may have a better one.
 """
 
+import logging
+
 import torch
 
 from elastic.protocol.errors import UnfitNode
+from workers.health.nvml import Health, nvml
 
+log = logging.getLogger(__name__)
 SIZE = 512
 KEPT_BYTES = 64 << 20
 
@@ -16,6 +20,8 @@ def check(device: torch.device, name: str, host: str) -> None:
     """name: of the GPU, for a person. Raises UnfitNode, and torch.AcceleratorError as it is."""
     if device.type == "cpu":
         return
+    if (library := nvml()) is not None:
+        check_health(library.health(name.partition(" ")[0]), name, host)
     try:
         is_kept, is_right = _keeps(device), _computes(device)
     except torch.OutOfMemoryError as error:
@@ -28,6 +34,22 @@ def check(device: torch.device, name: str, host: str) -> None:
         raise UnfitNode(
             f"{name} on node {host} {what}: leave it out and have it replaced; nvidia-smi -q -d "
             "ECC,ROW_REMAPPER may say more"
+        )
+
+
+def check_health(health: Health, name: str, host: str) -> None:
+    """What its error counters say. Raises UnfitNode."""
+    if health.uncorrected:
+        log.warning('gpu="%s" uncorrected_errors=%d since its reset', name, health.uncorrected)
+    if health.has_no_spare:
+        raise UnfitNode(
+            f"{name} on node {host} has a bad row of memory and no spare one left: have it "
+            "replaced, and leave it out until then"
+        )
+    if health.needs_reset:
+        raise UnfitNode(
+            f"{name} on node {host} has a bad row of memory that only a reset replaces: end what "
+            f"uses it and call nvidia-smi --gpu-reset -i {name.partition(' ')[0]}"
         )
 
 

@@ -174,6 +174,19 @@ class Vitals:
             number, name, size, _ = what
             self.waits_in(number, name, size, "data")
 
+    @contextmanager
+    def waiting_for(self, phase: str) -> Iterator[None]:
+        """Within, in the passes of a step: the host waits for its own device ("compute"), whose
+        seconds are this rank's own, or for peers ("gather")."""
+        if self.phase not in ("compute", "gather"):
+            yield
+            return
+        began = self._clock()
+        with self.aside(phase):
+            yield
+        if phase in OWN:
+            self._own_now_s += self._clock() - began
+
     def gathering(self) -> AbstractContextManager[None]:
         """Within: waiting for peers."""
         return self.aside("gather")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from elastic.protocol.errors import CollectiveRefused, GivenUp, PeerLost
+from elastic.protocol.errors import CollectiveRefused, DoesNotFit, GivenUp, PeerLost
 from elastic.protocol.messages.to_worker import Command
 
 
@@ -79,6 +79,8 @@ class PeersLost:
     """The backend refused the call itself."""
     is_explained: bool = False
     """The loop ends the generation of its own accord."""
+    too_few: int = 0
+    """So many members have no memory for a step, which more had; 0: that is not why."""
 
     @classmethod
     def of(cls, error: PeerLost) -> "PeersLost":
@@ -86,6 +88,7 @@ class PeersLost:
             str(error)[:500],
             is_refused=isinstance(error, CollectiveRefused),
             is_explained=isinstance(error, GivenUp),
+            too_few=error.num_members if isinstance(error, DoesNotFit) else 0,
         )
 
 

@@ -325,7 +325,7 @@ def lose_peers(state: State, event: e.PeersLost) -> Outcome:
     if is_known:
         return Outcome(state)
     failed = r.CollectiveFailed(
-        seat.generation, seat.rank, event.why, event.is_refused, event.is_explained
+        seat.generation, seat.rank, event.why, event.is_refused, event.is_explained, event.too_few
     )
     return Outcome(state, (a.Abandon(seat.generation), a.Say(failed)))
 

@@ -30,6 +30,7 @@ from workers.distributed.exchange import gather_json
 from workers.distributed.pieces import ROUND_OF_JOINING, Pieces
 from workers.distributed.process_group import AnyGroup, OwnGroup
 from workers.health.compilation import Compilation
+from workers.health.fingerprint import alike
 from workers.health.vitals import FORMING, Vitals
 from workers.membership import actions as a
 from workers.membership import events as e
@@ -88,9 +89,8 @@ class Member:
         """So long the state of this generation took."""
         self.evaluated = EvaluationLog(link.send)
         self.compilation = Compilation(vitals)
-        is_given_up = lambda: self.machine.is_given_up  # noqa: E731
-        connect = connect_for(device, spec.host)
-        self.own = OwnGroup(spec, connect, is_given_up, vitals.waits_in, on_stuck)
+        connect = alike(connect_for(device, spec.host), spec, device)
+        self.own = OwnGroup(spec, connect, lambda: self.machine.is_given_up, vitals, on_stuck)
         self._pieces: Pieces | None = None
         self.followers = Followers(peers)
         delays = self.backup.delays_commits

@@ -1,7 +1,7 @@
 """The state before the first step, whenever a sharded worker needs its shard of it.
 
 A workload with `init_weights` is built on the meta device and initialised module by module, so
-that nobody ever holds the whole model; else the model is built again, and only shards are kept.
+that nobody ever holds the whole model; else it is whole in host memory, and only shards are kept.
 """
 
 import mmap
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from elastic.protocol.layout import Position, TensorLayout
 from workers.step.randomness import seed_module
 from workers.tensors.local import local, part_of
-from workers.torch_private.modules import own_buffers, own_parameters
+from workers.torch_private.modules import move_what_is_made, own_buffers, own_parameters
 from workers.train_state.train_state import TrainState
 
 MAPPED_BYTES = 2**18
@@ -30,11 +30,16 @@ class Initial:
         build_model: Callable[[], nn.Module],
         initialise: Callable[[nn.Module, str], None] | None,
         seed: int,
+        whole: dict[str, Tensor] | None = None,
     ) -> None:
-        """To be made before anything has changed the replica."""
+        """To be made before anything has changed the replica. whole: the parameters by name, where
+        the model has stands on the meta device instead of them."""
         self._build_model, self._initialise, self._seed = build_model, initialise, seed
         parameters = {f"model/{name}" for name, _ in train_state.model.named_parameters()}
         self.is_deferred = any(p.is_meta for p in train_state.model.parameters())
+        self._is_initialised_here = self.is_deferred and whole is None
+        self.whole = whole
+        """For whoever takes it first: it need not be built again."""
         named = train_state.model.named_parameters(remove_duplicate=False)
         self._shapes = {name: p.shape for name, p in named}
         self._header, tensors = train_state.header_and_tensors()
@@ -60,7 +65,7 @@ class Initial:
             local(target).copy_(part_of(whole, layout(name, target).box(at)))
 
         others = dict(self._others)
-        if self.is_deferred:
+        if self._is_initialised_here:
             assert self._initialise is not None
             initialise_modules(
                 train_state.model, self._initialise, self._seed, put, begin_piece, self._shapes
@@ -145,6 +150,23 @@ def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     if size_bytes < MAPPED_BYTES:
         return torch.zeros(shape, dtype=dtype)
     return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=dtype).view(shape)
+
+
+def leave_on_host(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """The whole parameters of a model that was built in host memory, by name; it has stands on the
+    meta device instead of them, so that `device` never holds them all. Buffers and scalar
+    parameters go there."""
+    whole = {name: p.detach() for name, p in model.named_parameters() if p.dim()}
+    stands: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, p in own_parameters(module).items():
+            if p is not None and p.dim():
+                if p not in stands:
+                    stand = torch.empty_like(p, device="meta")
+                    stands[p] = nn.Parameter(stand, requires_grad=p.requires_grad)
+                own_parameters(module)[key] = stands[p]
+    move_what_is_made(model, device)
+    return whole
 
 
 def settle_small(model: nn.Module, device: torch.device) -> None:

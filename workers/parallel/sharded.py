@@ -22,13 +22,14 @@ from workers.parallel.fsdp2_private.shard_step import check_shardable, step_on_s
 from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
 from workers.parallel.hsdp import InactiveReducer
-from workers.parallel.initial import Initial, settle_small
+from workers.parallel.initial import Initial, leave_on_host, settle_small
 from workers.parallel.over_shards import OverShards, when_lost
 from workers.parallel.shard_rows import ShardRows
 from workers.parallel.shards import Shards
 from workers.parallel.strategy import Entered, Formed, Passes
 from workers.reduction.norm import squares_of_shards
 from workers.reduction.reducers import Reduced, Reducer
+from workers.resharding.memory import PlainMemory
 from workers.step.forwards import Forwards, PlainForwards
 from workers.step.precision import DTYPES, Casting
 from workers.tensors.local import is_shard, layout_of, local
@@ -167,12 +168,15 @@ def build_sharded(
     *,
     keeps_parameters: bool,
 ) -> Sharded:
-    """The state at step 0, whole until the first generation. keeps_parameters: ZeRO-2."""
-    model = build_model(workload, spec)
+    """The state at step 0, whole until the first generation, but in host memory where that is not
+    `device`'s. keeps_parameters: ZeRO-2."""
+    model, whole = build_model(workload, spec), None
     if hasattr(workload, "init_weights"):
         settle_small(model, device)
-    else:
+    elif device.type == "cpu":
         model = model.to(device)
+    else:
+        whole = leave_on_host(model, device)
     equip_blocks(model, spec, lambda: True)  # FSDP2 casts whenever it gathers
     sharded_model = ShardedModel(
         model,
@@ -184,7 +188,9 @@ def build_sharded(
     train_state = build_state(model, workload, spec, Casting(model, None))
     check_shardable(train_state.optimizer, spec)
     initialise = getattr(workload, "init_weights", None)
-    initial = Initial(train_state, lambda: build_model(workload, spec), initialise, spec.seed)
+    again = lambda: build_model(workload, spec)  # noqa: E731
+    initial = Initial(train_state, again, initialise, spec.seed, whole)
     rows = ShardRows(sharded_model)
-    shards = Shards(spec, train_state, rows, initial, backup)
+    memory = PlainMemory(device, sharded_model.host) if device.type != "cpu" else None
+    shards = Shards(spec, train_state, rows, initial, backup, memory)
     return Sharded(spec, train_state, sharded_model, rows, shards, backup)

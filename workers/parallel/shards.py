@@ -26,6 +26,7 @@ from workers.parallel.initial import Initial
 from workers.parallel.strategy import Entered, Formed
 from workers.resharding.assemble import Offer, Regather, StateVersion, newest_whole
 from workers.resharding.host_memory import memory_on
+from workers.resharding.memory import ShardMemory
 from workers.tensors.local import local
 from workers.train_state.train_state import TrainState
 
@@ -99,14 +100,16 @@ class Shards:
         model: SplitModel,
         initial: Initial,
         backup: Backup,
+        memory: ShardMemory | None = None,
     ) -> None:
+        """memory: for the boxes; None: as the model's device has it."""
         self._spec, self._train_state, self._model = spec, train_state, model
         self._initial, self._backup = initial, backup
         self._parameters = dict(model.model.named_parameters())
         self.holding = Ownership()
         self._generation = 0
         self._live: dict[str, Tensor] = {}
-        self._memory = memory_on(model.device)
+        self._memory = memory or memory_on(model.device)
         self.moved_bytes = 0
         """From one rank or holder to another, for the generation at hand; of all ranks."""
         self._distrusts_copies = False
@@ -197,8 +200,7 @@ class Shards:
             raise
 
     def _take_initial(self, at: Position, pieces: Pieces) -> None:
-        values = self.local_parameters() if self.is_untouched else None
-        self.is_untouched = False  # from here on its parameters are shards
+        values = self._touch()
         self._place(at)
         layout = lambda n, p: self._model.layout(f"model/{n}", p)  # noqa: E731
         self._initial.fill(self._train_state, at, layout, values, pieces.begin_apart)
@@ -206,7 +208,7 @@ class Shards:
     def _take_checkpoint(
         self, catalogue: Catalogue, step: int, at: Position, pieces: Pieces
     ) -> None:
-        self.is_untouched = False
+        self._touch()
         self._place(at)
         manifest = patiently(partial(catalogue.manifest, step), pieces.rest)
         shapes = {t.name: t.shape for t in manifest.tensors}
@@ -233,7 +235,7 @@ class Shards:
         self.moved_bytes = found.moved_bytes
         pieces.begin()  # the last exchange is over, and what came is no garbage of an abort
         self._live, self._memory = {}, found.memory
-        self.is_untouched = False
+        self._touch()
         self._place(Position(mesh, group.rank()), found.shards)
         shapes = {layout.name: layout.shape for layout in found.layouts if layout.is_cut}
         self._install(found.header, found.shards, shapes)
@@ -260,9 +262,16 @@ class Shards:
         """From now on the returned dict alone has the live shards. They will be given up one by
         one; if that breaks off, its own copies are what is left."""
         self.holding, live, self._live = Ownership(), self._live, {}
-        self.is_untouched = False
+        self._touch()
         self._vacate()
         return live
+
+    def _touch(self) -> dict[str, Tensor] | None:
+        """From here on the model's parameters are shards. Gives the whole initial ones, by name, if
+        they are still at hand."""
+        whole = self.local_parameters() if self.is_untouched else self._initial.whole
+        self.is_untouched, self._initial.whole = False, None
+        return whole
 
     def _vacate(self) -> None:
         self._train_state.settle()

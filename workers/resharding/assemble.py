@@ -115,7 +115,7 @@ class Regather:
         """holders: all that this rank knows; rank 0 asks them. memory: of this rank's live shards,
         or unused. pieces: of this search."""
         self._group, self._new, self._offers = group, new, offers
-        self._holders, self._token, self._device = holders, token, memory.device
+        self._holders, self._token = holders, token
         self._memory, self._pieces = memory, pieces
         self._sources: list[_Source] = []
         self._damaged: set[int] = set()

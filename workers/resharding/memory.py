@@ -18,6 +18,7 @@ class ShardMemory(Protocol):
     """Room for the shards of one state."""
 
     device: torch.device
+    """Which sends and receives them."""
     can_reuse: bool
     """It is worth giving all shards up at once, where copies of them are at hand: the next ones
     come to lie where they were."""
@@ -54,14 +55,16 @@ class PlainMemory:
 
     can_reuse = is_used = False
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, host: torch.device | None = None) -> None:
+        """host: where shards are, if `device` is not to hold them: they pass through it a few at a
+        time."""
+        self.device, self._host = device, host or device
 
     def take(self, layouts: Sequence[TensorLayout], to: Position) -> dict[str, Tensor]:
         return {layout.name: self.take_one(layout, to) for layout in layouts}
 
     def take_one(self, layout: TensorLayout, to: Position) -> Tensor:
-        return torch.empty(layout.box(to).shape, dtype=dtype_of(layout), device=self.device)
+        return torch.empty(layout.box(to).shape, dtype=dtype_of(layout), device=self._host)
 
     def vacate(self) -> None:
         pass

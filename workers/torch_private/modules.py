@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -25,6 +26,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """Its children, by key."""
     return module._modules
+
+
+def move_what_is_made(model: nn.Module, device: torch.device) -> None:
+    """As `model.to(device)`, but what is on the meta device stays there."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:

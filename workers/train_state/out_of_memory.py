@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from elastic.protocol.errors import DoesNotFit
 from elastic.store.files import first_line
 
 REFUSED = "can't allocate memory"
@@ -30,15 +31,17 @@ def told_as_loss(doing: str) -> Iterator[None]:
         raise OutOfMemory(f"out of memory while {doing}: {first_line(error)}") from error
 
 
-def advice(error: Exception, world_size: int, fitted_over: int) -> str:
-    """For a person, behind an error in a step of fewer members than those who committed the one
-    before; else "". With sharded state each of fewer members holds more."""
-    if not says_no_memory(error) or world_size >= fitted_over:
-        return ""
-    return (
-        f" (step and state fit over {fitted_over} workers, and not over {world_size}: resume with "
-        f"workers=({fitted_over}, ...), so that the run waits for as many, or with offload=True)"
+def does_not_fit(error: BaseException, world_size: int, fitted_over: int) -> BaseException:
+    """`error`, or DoesNotFit in its place if it is of memory, in a step of fewer members than those
+    who committed the one before: the run waits for more of them, and nobody is lost."""
+    is_memory = isinstance(error, Exception) and says_no_memory(error)
+    if not is_memory or world_size >= fitted_over:
+        return error
+    text = (
+        f"step and state fit over {fitted_over} workers, and not over {world_size}: "
+        f"{first_line(error)}"
     )
+    return DoesNotFit(text, world_size)
 
 
 def says_no_memory(error: Exception) -> bool:

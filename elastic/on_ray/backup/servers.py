@@ -48,6 +48,7 @@ class BackupServerActor:
     """Keeps copies of shards; it ends with the run, or when no worker is left."""
 
     def __init__(self, token: str, lease_s: float) -> None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides none of a node's GPUs from it
         from workers.backup.server import BackupServer
 
         self._server = BackupServer(this_host(), token)

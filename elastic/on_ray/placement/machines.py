@@ -5,6 +5,7 @@
 Where a run goes from there is elastic/on_ray/driver/submission.py's, what waits is Ray's.
 """
 
+import ctypes
 import importlib.util
 import runpy
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.membership import counted
 from elastic.protocol.placing import Machine
 
 MAX_ASKED = 16
@@ -29,7 +31,8 @@ class Torch:
     """The build that is installed on a machine."""
 
     version: str
-    has_cuda: bool
+    lack: str = ""
+    """Why it can use no GPU of the machine, behind "torch 2.13"; empty if it can."""
 
 
 def machines() -> list[Machine]:
@@ -47,7 +50,31 @@ def torch_here() -> Torch | None:
     if found is None or found.origin is None:
         return None
     values = runpy.run_path(str(Path(found.origin).with_name("version.py")))
-    return Torch(values["__version__"], bool(values.get("cuda") or values.get("hip")))
+    cuda = values.get("cuda")
+    if not (cuda or values.get("hip")):
+        return Torch(values["__version__"], "is a build without CUDA")
+    return Torch(values["__version__"], driver_lack(cuda, driver_version()) if cuda else "")
+
+
+def driver_version() -> int | None:
+    """Of CUDA, as 13000, that this machine's driver knows; None if there is no driver."""
+    found = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else found.value
+
+
+def driver_lack(cuda: str, driver: int | None) -> str:
+    """cuda: that torch was built with, as "13.0". Drivers know all minor versions of a major one,
+    and all before."""
+    if driver is None:
+        return f"was built for CUDA {cuda}, and there is no driver"
+    if driver // 1000 < int(cuda.partition(".")[0]):
+        knows = f"{driver // 1000}.{driver % 1000 // 10}"
+        return f"was built for CUDA {cuda}, and the driver knows {knows} only"
+    return ""
 
 
 def torches_on(asked: Sequence[Machine]) -> dict[str, Torch]:
@@ -90,13 +117,14 @@ def choose_device(
         )
     if wish == "cpu" or (wish == "auto" and not num_gpus):
         return "cpu", ""
-    if not torches or any(torch.has_cuda for torch in torches.values()):
+    if not torches or any(not torch.lack for torch in torches.values()):
         return "cuda", ""
     ip, torch = min(torches.items())
-    fact = f"torch {torch.version} on {ip} is a build without CUDA"
+    fact = f"torch {torch.version} on {ip} {torch.lack}"
     if wish == "cuda":
         raise WrongInput(
-            f"device='cuda', but {fact}; install one with CUDA where the workers run, or use "
-            "--device cpu"
+            f"device='cuda', but {fact}; install one with CUDA that fits the driver where the "
+            "workers run, or use --device cpu"
         )
-    return "cpu", f"the cluster has {num_gpus} GPUs, but {fact}: the run trains on CPUs"
+    has = counted(num_gpus, "GPU")
+    return "cpu", f"the cluster has {has}, but {fact}: the run trains on CPUs"

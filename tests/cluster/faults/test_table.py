@@ -25,12 +25,18 @@ FAST = {
 }
 
 
+BESIDE = (("ddp", "gpu", "save"), ("fsdp", "gpu", "save"), ("fsdp", "gpu", "copy"))
+"""A thread beside the steps meets the device's failure: it saves, or keeps a shard for others."""
+
+
 def cases():
     for strategy, fault, instant in itertools.product(STRATEGIES, FAULTS, INSTANTS):
         if fault in ("hang", "gpu") and instant in ("save", "regroup"):
             continue  # no user code runs there: nothing that could hang, or use a GPU
         marks = () if (strategy, fault, instant) in FAST else (pytest.mark.slow,)
         yield pytest.param(strategy, fault, instant, marks=marks)
+    for case in BESIDE:
+        yield pytest.param(*case, marks=(pytest.mark.slow,))
 
 
 @pytest.mark.parametrize(("strategy", "fault", "instant"), list(cases()))

@@ -61,6 +61,7 @@ class Faulty(Toy):
 
 def install(workload):
     """Instants that the user's code does not see."""
+    from workers.backup.copy import BackupCopy
     from workers.checkpoint.saver import _Job
     from workers.distributed.process_group import Group, OwnGroup
     from workers.session import Session, Step
@@ -102,3 +103,4 @@ def install(workload):
     before(Step, "_apply", "vote")  # all have voted, nothing is applied
     after(Step, "_apply", "applied")
     before(OwnGroup, "meet", "regroup")
+    before(BackupCopy, "make", "copy")  # in the thread that keeps this rank's shard for others

@@ -9,6 +9,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   // members: that deliver to each other in this process, by rank; of another process: see `outgoing`.
   Communicator(std::string name, int rank, int size, int device, bool is_local);
+  ~Communicator() { give_back_stream(stream); }
   void connect();  // local ones: done when all of them have called it
   bool is_connected() const;
 

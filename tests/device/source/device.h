@@ -123,6 +123,8 @@ int exchange_device(int device);
 int current_stream(int device);
 int exchange_stream(int stream);
 int new_stream(int device);
+int pooled_stream(int device);
+void give_back_stream(int stream);  // nothing is queued in it
 
 struct Use {  // a stretch of device memory that a kernel reads or writes
   const void* storage;

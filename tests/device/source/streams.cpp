@@ -32,6 +32,11 @@ namespace {
 thread_local int device_here = 0;
 thread_local int stream_here[NUM_DEVICES] = {0, 1, 2, 3, 4, 5, 6, 7};
 uint64_t num_launched = 0;
+// As CUDA has them: whoever asks for another stream gets the pool's again in turn.
+constexpr size_t POOL_SIZE = 32;
+std::map<int, std::vector<int>>& pools = *new std::map<int, std::vector<int>>;  // by device
+std::map<int, std::vector<int>>& idle = *new std::map<int, std::vector<int>>;
+size_t num_pooled[NUM_DEVICES] = {};
 
 void finish(Stream& stream, Lock& lock) {
   auto kernel = stream.queue.front();  // what it holds is freed without the lock
@@ -151,9 +156,30 @@ int current_stream(int device) { return stream_here[device]; }
 int exchange_stream(int stream) { return std::exchange(stream_here[streams[stream].device], stream); }
 int new_stream(int device) {
   Lock lock(mutex);
+  auto& left = idle[device];
+  if (!left.empty()) {
+    int s = left.back();
+    left.pop_back();
+    return s;
+  }
   TORCH_CHECK(streams.size() < MAX_STREAMS, "the simulated device has no more streams");
   streams.push_back({device});
   return streams.size() - 1;
+}
+
+void give_back_stream(int s) {
+  Lock lock(mutex);
+  streams[s].waits.clear();
+  idle[streams[s].device].push_back(s);
+}
+int pooled_stream(int device) {
+  Lock lock(mutex);
+  auto& pool = pools[device];
+  if (pool.size() < POOL_SIZE) {
+    pool.push_back(new_stream(device));
+    return pool.back();
+  }
+  return pool[num_pooled[device]++ % POOL_SIZE];
 }
 
 Use use_of(const at::Tensor& t, bool writes) {
@@ -332,8 +358,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device d) const noexcept override { exchange_device(d.index()); }
   c10::Stream getStream(c10::Device d) const override { return as_stream(current_stream(place(d))); }
   c10::Stream getDefaultStream(c10::Device d) const override { return as_stream(place(d)); }
-  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return as_stream(new_stream(place(d))); }
-  c10::Stream getNewStream(c10::Device d, int) const override { return as_stream(new_stream(place(d))); }
+  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return as_stream(pooled_stream(place(d))); }
+  c10::Stream getNewStream(c10::Device d, int) const override { return as_stream(pooled_stream(place(d))); }
   c10::Stream exchangeStream(c10::Stream s) const override { return as_stream(exchange_stream(number(s))); }
   c10::DeviceIndex deviceCount() const noexcept override { return NUM_DEVICES; }
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag) const override {

@@ -119,12 +119,24 @@ class ShardedModel:
         """After an exception in a forward or backward: as if it had not begun."""
         root = cast(Any, self.model)
         if root._get_fsdp_state()._is_root:
+            self._order_streams()
             root.reset_iter_state()
         for param in self._params():
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
             param.unsharded_accumulated_grad = None
             param.sharded_param.grad = None
+
+    def _order_streams(self) -> None:
+        """What comes now, as memory that is used again, is behind all that FSDP2's streams have to
+        do: it waits for what it has noted itself, and not for the last of a pass that broke off."""
+        if self.device.type == "cpu":
+            return
+        streams = cast(Any, self.model)._get_fsdp_state()._comm_ctx
+        current = torch.accelerator.current_stream(self.device)
+        current.wait_stream(streams.all_gather_copy_in_stream)
+        current.wait_stream(streams.all_gather_stream)
+        current.wait_stream(streams.reduce_scatter_stream)
 
     def end_backward(self) -> None:
         """What FSDP2 does behind a backward; no group has anything left to send."""

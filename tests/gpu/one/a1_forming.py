@@ -1,0 +1,52 @@
+"""Groups of one rank over NCCL are formed, used, aborted and freed 200 times: what stays behind?"""
+
+import argparse
+import sys
+import time
+
+import torch
+
+from tests.gpu.experiment import Table, main, num_threads, thread_names
+from tests.gpu.groups import HAS_GPU, Meeting, data_only, device_of, leave, synchronize
+
+ROUNDS, WARM = 200, 5
+OF_TORCH = ("pt_nccl_watchdg", "pt_nccl_heartbt")
+
+
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if HAS_GPU else 0
+
+
+def once(meeting: Meeting, device: torch.device) -> float:
+    """Seconds."""
+    began = time.monotonic()
+    group = meeting.form(data_only(device)).wait(60)
+    value = torch.ones(1 << 16, device=device)
+    for _ in range(5):
+        group.all_reduce(value).wait()
+    synchronize(device)
+    leave(group)
+    return time.monotonic() - began
+
+
+def body(table: Table, arguments: argparse.Namespace) -> None:
+    device, meeting, seconds = device_of(), Meeting(), list[float]()
+    names, threads, free = list[str](), 0, 0
+    for number in range(arguments.rounds):
+        seconds.append(once(meeting, device))
+        names += [n for n in thread_names() if n.startswith(OF_TORCH)]
+        if number == WARM - 1:
+            threads, free = num_threads(), free_bytes()
+    table.at_most("threads more than after round 5", num_threads() - threads, 0)
+    table.at_most("device memory less", (free - free_bytes()) / 2**20, 16, "MiB")
+    table.at_most("threads of torch's watchdog and monitor", len(names), 0)
+    table.at_most("slowest round behind the fifth", max(seconds[WARM:]), 0.5, "s")
+    table.tell("first round", f"{seconds[0]:.2f} s")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(body, options=options))

@@ -1,0 +1,42 @@
+"""The tests of `tests/workers` that train, on this GPU: ranks share it by the staged group."""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+
+from tests.gpu.experiment import Table, main
+
+SUITES = ("tests/workers", "-m", "not slow")
+
+
+def counts(last_line: str) -> dict[str, int]:
+    """Of pytest's last line, "2 failed, 30 passed in 9.1s"."""
+    return {word: int(n) for n, word in re.findall(r"(\d+) (\w+)", last_line.partition(" in ")[0])}
+
+
+def body(table: Table, arguments: argparse.Namespace) -> None:
+    command = [sys.executable, "-m", "pytest", *SUITES, "-q", "-k", arguments.k]
+    environment = os.environ | {"ELASTIC_TEST_DEVICE": arguments.place}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    lines = done.stdout.strip().splitlines() or ["nothing was printed"]
+    found = counts(lines[-1])
+    table.tell("pytest", lines[-1].strip("= "))
+    table.at_least("tests that passed", found.get("passed", 0), 1)
+    bad = found.get("failed", 0) + found.get("error", 0) + found.get("errors", 0)
+    table.at_most("tests that failed", bad, 0)
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            print(line)
+    table.holds("pytest ended as it should", done.returncode == 0, f"status {done.returncode}")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    # Tests that train have their place in their names.
+    parser.add_argument("-k", default="cuda", help="as pytest's")
+    parser.add_argument("--place", default="cuda", help="cpu and sim try the script")
+
+
+if __name__ == "__main__":
+    sys.exit(main(body, options=options))
