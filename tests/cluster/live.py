@@ -32,6 +32,17 @@ def environment(temp: Path) -> dict[str, str]:
     return env | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": str(temp)} | FEW_READERS | RARE_REPORTS
 
 
+def skip_without_gpus(options: dict) -> None:
+    """A test that asks for more workers than this machine has GPUs."""
+    import pytest
+    import torch
+
+    most = str(options.get("workers", 1)).rpartition(".")[2]  # of "2..4" the 4
+    needed, there = int(most) + int(options.get("standby", 0)), torch.cuda.device_count()
+    if needed > there:
+        pytest.skip(f"{needed} workers need as many GPUs, and {there} are there")
+
+
 class Ended(NamedTuple):
     """What a program left that has ended."""
 
@@ -58,6 +69,8 @@ class LiveRun:
         arguments = ["run", target, "--storage", str(storage), "--name", name, "--json"]
         defaults = {"steps": 30, "global_batch": 48, "micro_batch": 6, "reduction": "bitwise"}
         defaults["device"] = DEVICE
+        if DEVICE == "cuda":
+            skip_without_gpus(options)
         place = hashlib.sha256(f"{storage}/{name}".encode()).hexdigest()[:16]
         self._awake = ray_temp / f"awake-{place}"
         for key, value in {**defaults, **options}.items():
