@@ -30,6 +30,7 @@ from elastic.driver.scripts import (
 )
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import place_of, reach_folder
+from elastic.store.remote import shown_uri
 
 TESTED = ("2.60",)
 """Versions of Ray whose ray.train is known here."""
@@ -150,6 +151,7 @@ def run_trainer(trainer: Any) -> OwnResult:
     )
     check_settings(asked)
     print(f"elastic: {level_line(trainer, least, most)}", file=sys.stderr)
+    print(f"elastic: run directory {shown_uri(loop.place)}", file=sys.stderr)
     output = WorkerOutput(loop.place)
     if not run.callbacks:
         return run_script(asked, loop, output)

@@ -92,9 +92,11 @@ def is_of_script(result: dict[str, Any]) -> bool:
 
 
 def how_far(result: dict[str, Any], steps: int | None) -> str:
-    """A script says itself when it is over, and nobody but the script knows its loss."""
+    """A script says itself when it is over, which is committed, too; and nobody but the script
+    knows its loss."""
     if is_of_script(result):
-        return f"{counted(result['steps'], 'report')} with a checkpoint"
+        is_over = result["outcome"] == "succeeded"
+        return f"{counted(max(result['steps'] - is_over, 0), 'report')} with a checkpoint"
     of_steps = "" if steps is None else f" of {steps}"
     loss = "-" if result["loss"] is None else number_text(result["loss"])
     return f"{result['steps']}{of_steps} steps, loss {loss}"

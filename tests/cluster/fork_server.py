@@ -31,14 +31,22 @@ ROOT = Path(__file__).parents[2]
 PRELOADED = (
     *("torch", "torch._dynamo", "numpy", "pyarrow.fs", "pyarrow.dataset", "pyarrow.parquet"),
     *("cloudpickle", "google.protobuf.json_format", "jsonschema", "msgpack"),
-    *("requests", "tensorboardX", "typer", "yaml", "rich.live"),
-    *("elastic.cli.app", "elastic.controller.recorder", "workers.worker", "workers.backup.server"),
+    *("requests", "tensorboardX", "typer", "yaml", "rich.live", "aiohttp.web", "optparse"),
+    *("pyarrow.json", "pydantic.errors", "pydantic.v1"),
+    *("elastic.cli.app", "elastic.cli.progress", "elastic.cli.run_options", "elastic.cli.screen"),
+    *("elastic.controller.recorder", "elastic.driver.display", "elastic.driver.launch"),
+    *("workers.worker", "workers.backup.server", "workers.distributed.rendezvous"),
 )
 OF_RAY = (
     *("ray", "ray._private.async_compat", "ray._private.runtime_env.setup_hook"),
+    *("ray._common.pydantic_compat", "ray._common.usage.usage_lib"),
+    *("ray._private.arrow_serialization", "ray._private.process_watcher"),
+    "ray._private.runtime_env.uv_runtime_env_hook",
     *("elastic.on_ray.driver.submission", "elastic.controller.supervisor"),
     *("elastic.on_ray.feed.client", "elastic.on_ray.feed.actor", "elastic.on_ray.backup.servers"),
 )
+"""None of these draws at random while it is imported, as ray.dag does: all children would draw the
+same then."""
 MAX_ORDER_BYTES = 1 << 20
 IDLE_S = 30.0
 """A server with Ray ends after so long without a child."""

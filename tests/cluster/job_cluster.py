@@ -24,8 +24,10 @@ PATIENCE_S = 60.0
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_metrics_report_interval_ms": "1000",
+    "RAY_emit_main_service_metrics": "0",
     "RAY_START_HOOK": "tests.cluster.job_cluster.leave_out",
 }
+"""Of each call that its head answers Ray's agent makes a record of its own, by default."""
 
 
 class JobCluster:

@@ -38,3 +38,13 @@ def place_slowly(request):
     where.go_to(request.param)
     yield request.param
     where.leave()
+
+
+@pytest.fixture(autouse=True)
+def on_cpu_unless_asked(request):
+    """A place lasts for its module: the tests there that take none are of the CPU alone."""
+    if {"place", "place_slowly", "on_device"} & set(request.fixturenames):
+        yield
+        return
+    with where.on_cpu():
+        yield

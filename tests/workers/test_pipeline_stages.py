@@ -1,4 +1,8 @@
-"""Stages of all kinds of models, on ranks of their own: the bits are those of the whole model."""
+"""Stages of all kinds of models, on ranks of their own: the bits are those of the whole model.
+
+Those of several ranks send by tags, which is the CPU's way. Stages on devices are in
+test_stages_on_device.py, test_staged_strategy.py and test_device_hash.py.
+"""
 
 import math
 from collections.abc import Sequence
@@ -90,10 +94,9 @@ def check(results: list[dict[str, str]], num_cases: int) -> None:
     assert wrong == []
 
 
-@pytest.mark.usefixtures("place_slowly")
 def test_two_stages_of_every_model_have_the_bits_of_the_whole_one():
     """Those that have four blocks also on ranks of two stages, with backwards in halves."""
-    names = list(CASES) if where.HERE.type == "cpu" else BOTH
+    names = list(CASES)
     longer = [name for name in names if len(Trained(CASES[name]).chain.names) >= 4]
     assert len(longer) > 15
 
@@ -107,7 +110,6 @@ def test_two_stages_of_every_model_have_the_bits_of_the_whole_one():
 SOME = ["in place", "llama, tied", "llama, dropout", "resnet", "t5"]
 
 
-@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize(
     "names",
     [
@@ -121,7 +123,6 @@ def test_pipelines_side_by_side_and_of_mixed_depth_have_the_bits_of_none(names: 
     check(results, len(worlds) * len(names))
 
 
-@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE])
 def test_ranks_that_have_two_stages_each_have_the_bits_of_none(schedule: str):
     """Of two and of three ranks the first one has both blocks that use a matrix."""
@@ -138,7 +139,6 @@ def test_ranks_that_have_two_stages_each_have_the_bits_of_none(schedule: str):
     assert f"deep/5 as [3, 2]/{schedule}" in results[0]
 
 
-@pytest.mark.usefixtures("place_slowly")
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(schedule: str):
     def body(ranks: Ranks) -> tuple[int, int, list[float]]:
@@ -157,7 +157,6 @@ def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(schedule: str)
     assert not any(math.isnan(loss) for loss in last[2])
 
 
-@pytest.mark.usefixtures("place_slowly")
 def test_half_precision_travels_as_such_and_changes_no_bit():
     def body(ranks: Ranks) -> list[str]:
         wanted = Trained(CASES["llama"], torch.bfloat16)

@@ -17,8 +17,10 @@ HOST_ONLY = {
     "assemble": ON_HOST,
     "backup_server": ON_HOST,
     "backup_store": ON_HOST,
+    "copying_ahead": "not tried there yet",
     "dialling": NO_TENSORS,
     "exchange": CONTROL,
+    "fingerprint": "what a worker says of its processor or GPU, to others",
     "forming": BACKEND,
     "group_errors": BACKEND,
     "host_memory": ON_HOST,
@@ -60,4 +62,5 @@ HOST_ONLY = {
 def test_every_module_runs_on_the_simulated_device_or_is_listed_with_the_reason_why_not():
     modules = {path.stem.removeprefix("test_"): path for path in HERE.glob("test_*.py")}
     there = {name for name, path in modules.items() if RUNS_THERE.search(path.read_text())}
-    assert modules.keys() - there == HOST_ONLY.keys()
+    assert modules.keys() - there - HOST_ONLY.keys() == set()
+    assert there & HOST_ONLY.keys() == set()

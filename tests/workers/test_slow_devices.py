@@ -83,16 +83,17 @@ STEPS_SLOW = LONG_STEPS + 2
 @pytest.mark.slow  # its times are of a machine that does little else
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_slower_device_is_named_and_own_seconds_are_those_of_the_devices(parallel: str):
-    beats, named_after = Beats(), list[tuple[float, tuple[int, ...]]]()
+    beats, named_after = Beats(), list[tuple[int, tuple[int, ...]]]()
     is_over, all_there = threading.Event(), threading.Barrier(RANKS)
 
     def look() -> None:
-        since, began = dict[int, int](), time.monotonic()
+        since = dict[int, int]()
         while not is_over.wait(0.05):
-            since, found = stragglers(since, beats.look(), TOLD_FROM)
+            said = beats.look()
+            since, found = stragglers(since, said, TOLD_FROM)
             if found and not named_after:
                 workers = tuple(pace.worker for pace in found)
-                named_after.append((time.monotonic() - began, workers))
+                named_after.append((beats_of(said, WORSE).own_steps - 1, workers))
 
     def body(rig: Rig) -> tuple[float, float]:
         """Own seconds of a micro-batch, and the device's."""
@@ -113,11 +114,14 @@ def test_a_slower_device_is_named_and_own_seconds_are_those_of_the_devices(paral
     how = {"reduction": "fast", "parallel": parallel, "steps": STEPS_SLOW + 1}
     found = run_sessions(RANKS, body, **how)
     is_over.set()
-    for own_s, devices_s in found:
-        assert own_s == pytest.approx(devices_s, rel=0.1), found
-    ((after_s, workers),) = named_after
+    for rank, (own_s, devices_s) in enumerate(found):
+        assert own_s < 1.1 * devices_s, found
+        # Where parameters are gathered ahead, a rank that computes may seem to wait for peers.
+        assert own_s > 0.9 * devices_s or (rank != WORSE and parallel == "fsdp"), found
+    ((num_steps, workers),) = named_after
     assert workers == (WORSE,)
-    assert after_s < 2 * DETECT_S
+    of_device_s = found[WORSE][1]  # whatever else this machine does
+    assert num_steps * of_device_s < 2 * DETECT_S
 
 
 def beats_of(beats: Sequence[Heartbeat], rank: int) -> Heartbeat:

@@ -104,8 +104,15 @@ class Rank:
 
 
 @pytest.mark.usefixtures("place_slowly")
-@pytest.mark.parametrize("memory", [HostMemory, lambda: PlainMemory(where.HERE)])
-def test_quarters_become_halves_and_quarters_again(memory, holder):
+def test_quarters_become_halves_and_quarters_again(holder):
+    compare_quarters(lambda: PlainMemory(where.HERE), holder)
+
+
+def test_quarters_in_memory_that_is_used_again_become_halves_and_quarters_again(holder):
+    compare_quarters(HostMemory, holder)
+
+
+def compare_quarters(memory, holder):
     """2 x 2 ranks of which two are lost, then 1 x 2, then 2 x 2, then one more that is inactive."""
 
     def body(ranks):
@@ -122,7 +129,6 @@ def test_quarters_become_halves_and_quarters_again(memory, holder):
     assert run_ranks(5, body) == [[True] * n for n in (3, 2, 2, 3, 1)]
 
 
-@pytest.mark.usefixtures("place_slowly")
 def test_all_of_a_state_comes_from_copies(holder):
     def body(ranks):
         assemble.HOLDER_S = 60.0

@@ -25,8 +25,8 @@ FAST = {
 }
 
 
-BESIDE = (("ddp", "gpu", "save"), ("fsdp", "gpu", "save"), ("fsdp", "gpu", "copy"))
-"""A thread beside the steps meets the device's failure: it saves, or keeps a shard for others."""
+BESIDE = ("fsdp", "gpu", "copy")
+"""The thread that keeps a shard for others meets the device's failure."""
 
 
 def cases():
@@ -35,8 +35,7 @@ def cases():
             continue  # no user code runs there: nothing that could hang, or use a GPU
         marks = () if (strategy, fault, instant) in FAST else (pytest.mark.slow,)
         yield pytest.param(strategy, fault, instant, marks=marks)
-    for case in BESIDE:
-        yield pytest.param(*case, marks=(pytest.mark.slow,))
+    yield pytest.param(*BESIDE, marks=(pytest.mark.slow,))
 
 
 @pytest.mark.parametrize(("strategy", "fault", "instant"), list(cases()))
