@@ -28,12 +28,14 @@ def check(case, folder, every):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", AT_EACH, ids=named)
 def test_a_run_goes_on_whatever_instant_it_is_given_up_at(case, tmp_path):
     check(case, tmp_path, every=1)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", AT_ONE_IN_THREE, ids=named)
 def test_a_run_goes_on_at_one_instant_in_three(case, tmp_path):
     check(case, tmp_path, every=3)
