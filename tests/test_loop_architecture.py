@@ -23,6 +23,7 @@ WAITS = {
 """Of Ray's functions; an actor that is made (`ray.remote(...)`) waits for the head, too."""
 ELSEWHERE = {
     "on_ray/actors.py find_controller",  # a worker's thread
+    "on_ray/actors.py see_gpus",  # a worker's thread; a dict is asked
     "on_ray/actors.py start_controller",  # the driver
     "on_ray/placement/autoscaling.py can_add_gpus",  # the driver
     "on_ray/placement/machines.py torches_on",
