@@ -184,7 +184,7 @@ class Vitals:
         began = self._clock()
         with self.aside(phase):
             yield
-        if phase in OWN:
+        if phase in OWN and self._own_now_s is not None:
             self._own_now_s += self._clock() - began
 
     def gathering(self) -> AbstractContextManager[None]:
