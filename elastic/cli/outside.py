@@ -51,10 +51,11 @@ def on_cluster(cluster: str, command: str, run: str, *options: str) -> int:
     try:
         return conclude(server.follow(asked, tell), where=f"--cluster {cluster}")
     except KeyboardInterrupt:
+        where = f"{run} --cluster {cluster}"
         if command in CHANGES_RUN:
-            print(f"no longer asking; it may have been asked: `elastic status {run}`")
+            print(f"no longer asking; it may have been asked: `elastic status {where}`")
         else:
-            print(f"no longer asking; the run is left alone: `elastic {command} {run}`")
+            print(f"no longer asking; the run is left alone: `elastic {command} {where}`")
         return 0
     finally:
         server.discard(asked)

@@ -71,6 +71,9 @@ def command_of(config: dict[str, Any]) -> str:
         return f"# the command that has started {target.removeprefix(SCRIPT)}, with its arguments"
     if target.startswith("__main__"):
         return f"python {shlex.quote(str(config.get('target_file', 'SCRIPT.py')))}"
+    module, file = target.partition(":")[0], str(config.get("target_file") or "")
+    if file.endswith(".py") and Path(file).stem == module:  # of no package: it is found by its file
+        target = f"{file}:{target.partition(':')[2]}"
     words = ["elastic", "run", shlex.quote(target)]
     for keys in SECTIONS.values():
         for key in keys:

@@ -197,7 +197,10 @@ class Follower:
                 message = replace(message, queued=self._queue.qsize())
                 send_update(self._connection, message, tensors)
                 self._give_back(tensors)
-        except (OSError, MemoryError, RuntimeError) as error:  # it may follow another one
+        except ConnectionError:  # it has come in, follows another one, or is lost
+            log.info("newcomer=%d takes no more", self.worker)
+            self.is_lost = True
+        except (OSError, MemoryError, RuntimeError) as error:
             log.warning('newcomer=%d is fed no more reason="%s"', self.worker, error)
             self.is_lost = True
         if self._snapshot is not None:
