@@ -320,10 +320,10 @@ def test_the_command_gives_all_settings_but_the_place():
         "--faults verify_every=5"
     )
     assert command_of({"target": "__main__:C", "target_file": "/x/t.py"}) == "python /x/t.py"
-    config = {"target": "t:C", "target_file": "/x/t.py"}
-    assert command_of(config) == "elastic run /x/t.py:C", "from whatever folder"
-    of_package = command_of({"target": "p.t:C", "target_file": "/x/p/t.py"})
-    assert of_package == "elastic run p.t:C"
+    of_file = command_of({"target": "t:C", "target_file": "/x/t.py", "detect_s": 3.0})
+    assert of_file == "elastic run /x/t.py:C --detect-s 3.0", "from whatever folder"
+    of_package = command_of({"target": "p.t:C", "target_file": "/x/p/t.py", "detect_s": 3.0})
+    assert of_package == "elastic run p.t:C --detect-s 3.0"
     script = command_of({"target": "script:train.py", "steps": 10**9})
     assert script == "# the command that has started train.py, with its arguments"
 
