@@ -109,8 +109,8 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
   bool lands_pinned = is_pinned(to);
   auto source = kernel_view(from), target = kernel_view(to);
   int stream = stream_here();
+  at::Tensor kept = lands_pinned ? at::Tensor() : to;  // may take the GIL, whose holder may wait for the lock
   Lock lock(mutex);
-  at::Tensor kept = lands_pinned ? at::Tensor() : to;
   uint64_t ticket = launch(stream, "copy_ to the host", {use_of(from, false)}, [=]() mutable { (void)kept, target.copy_(source); });
   auto& counters = devices[current_device()].counters;
   (lands_pinned ? counters.pinned_d2h_bytes : counters.pageable_d2h_bytes) += to.nbytes();
