@@ -36,7 +36,7 @@ def assert_as_if_nothing_had_happened(run, end, reference, steps: int = STEPS) -
 
 def test_training_goes_on_while_the_controller_is_away(start, reference):
     options = {"workers": 3, "steps": STEPS, "checkpoint_every": 25}
-    with start("Toy", **options, set=["sleep=0.05"]) as run:
+    with start("Toy", **options, set=["sleep=0.02"]) as run:
         run.wait_for(lambda s: s["step"] > 20)
         workers = [w["pid"] for w in run.status()["workers"]]
         killed_at, pid = kill_controller(run)
