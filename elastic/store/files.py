@@ -340,6 +340,10 @@ def _why(error: BaseException, place: str) -> str:
 
 
 # --- is a folder the same folder on another node? ----------------------------------
+PROBE = ".probe-"
+"""Begins the name of a file that is there only to see whether it can be."""
+
+
 @dataclass(frozen=True)
 class Probe:
     """A small file left in storage; a node that finds the token there sees the same storage."""
@@ -353,7 +357,7 @@ def leave_probe(place: str) -> Probe:
     """Create the storage folder if need be and leave a probe in it. WrongInput if that fails."""
     folder = open_folder(place)
     token = secrets.token_hex(16)
-    probe = Probe(folder.path if folder.local else place, f".probe-{token[:8]}", token)
+    probe = Probe(folder.path if folder.local else place, f"{PROBE}{token[:8]}", token)
     try:
         folder.create()
         folder.write(probe.name, token.encode(), is_durable=False)

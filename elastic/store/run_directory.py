@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
@@ -357,8 +357,7 @@ class RunDirectory:
                 self._claim.withdraw(with_run=not before.exists)
             self._unlock()
         if self._lock_file is not None and not before.exists:
-            with suppress(OSError):  # others have put something there
-                self.directory.rmdir()
+            before.remove_folder()
 
     def close(self) -> None:
         """Write everything out. The run directory cannot be used afterwards."""

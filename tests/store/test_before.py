@@ -7,6 +7,7 @@ import pytest
 from elastic.protocol.errors import WrongInput
 from elastic.store.before import Before, look_at
 from elastic.store.claim import CLAIMS
+from elastic.store.files import PROBE, reach_folder
 from elastic.store.journal import read_lines, segment_name
 from elastic.store.run_directory import ROLLED_BACK, RunDirectory
 from tests.store.test_claim import bucket
@@ -61,3 +62,33 @@ def test_the_wish_of_another_launch_outlives_a_run_that_came_to_nothing(tmp_path
     monkeypatch.setattr(Before, "put_back", lambda _: claims.write(wish, b"{}"))
     come_to_nothing(tmp_path / "bucket")
     assert claims.names() == [wish]
+
+
+def test_probes_of_workers_that_were_starting_do_not_keep_a_run_that_came_to_nothing(
+    tmp_path, monkeypatch
+):
+    """One that was ended in between, and one that writes its probe when all is put back."""
+    folder = tmp_path / "runs/r"
+    before = look_at(reach_folder(str(tmp_path / "runs")).at("r"))
+    run = RunDirectory(str(tmp_path / "runs"), "r", launch="first")
+    run.begin({"steps": 9})
+    (folder / f"{PROBE}0").touch()
+    put_back = Before.put_back
+
+    def late(before: Before) -> None:
+        put_back(before)
+        assert not (folder / f"{PROBE}0").exists()
+        (folder / f".{PROBE}1.0123").touch()
+
+    monkeypatch.setattr(Before, "put_back", late)
+    run.undo(before)
+    assert not folder.exists()
+
+
+def test_what_others_put_there_keeps_the_folder(tmp_path):
+    before = look_at(reach_folder(str(tmp_path / "runs")).at("r"))
+    run = RunDirectory(str(tmp_path / "runs"), "r", launch="first")
+    run.begin({"steps": 9})
+    (run.directory / "notes.txt").touch()
+    run.undo(before)
+    assert [path.name for path in run.directory.iterdir()] == ["notes.txt"]

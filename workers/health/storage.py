@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 
 from elastic.protocol.errors import UnfitNode, WrongInput
-from elastic.store.files import Folder, first_line, reach_folder
+from elastic.store.files import PROBE, Folder, first_line, reach_folder
 from elastic.store.remote import is_refused, patiently, shown_uri, unknown_host
 
 SEEN_S = 30.0
@@ -75,7 +75,7 @@ def _write(folder: Folder, *, is_newcomer: bool) -> None:
 
 
 def _put(folder: Folder) -> None:
-    name = f".probe-{secrets.token_hex(8)}"
+    name = f"{PROBE}{secrets.token_hex(8)}"
     folder.write(name, b"probe", is_durable=False)
     with suppress(OSError):  # who may write but not delete can serve a run
         folder.delete(name)

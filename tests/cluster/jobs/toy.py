@@ -47,11 +47,15 @@ class Counting(nn.Module):
 class Resting(elastic.Workload):
     """It sleeps in each micro-batch, while there is no file at `until`."""
 
-    def __init__(self, sleep=0.0, until=None):
-        """sleep: seconds."""
-        self.sleep, self.until = sleep, until
+    def __init__(self, sleep=0.0, until=None, beats=None):
+        """sleep: seconds. beats: a file that gets a byte for each micro-batch of any rank, for
+        tests that see whether there is training while no controller says it."""
+        self.sleep, self.until, self.beats = sleep, until, beats
 
     def rest(self):
+        if self.beats is not None:
+            with open(self.beats, "ab") as file:
+                file.write(b".")
         if self.until is None or not Path(self.until).exists():
             time.sleep(self.sleep)
 
@@ -59,8 +63,8 @@ class Resting(elastic.Workload):
 class Toy(Resting):
     """BatchNorm, dropout, a parameter that only some micro-batches use, a schedule, a log."""
 
-    def __init__(self, sleep=0.0, until=None, count=501, weighted=False):
-        super().__init__(sleep, until)
+    def __init__(self, sleep=0.0, until=None, count=501, weighted=False, beats=None):
+        super().__init__(sleep, until, beats)
         self.count, self.weighted = count, weighted
 
     def build_model(self):
