@@ -72,8 +72,6 @@ class Session:
         """The micro-batch at hand, for error messages; without rows while it is being loaded."""
         self.attempted_step: int | None = None
         """The step at hand, likewise; None outside of steps."""
-        self.fitted_over = 0
-        """Members of the generation that has committed last, likewise."""
 
     # --- what a loop reads ---------------------------------------------------------
     @property
@@ -271,7 +269,8 @@ class Step:
         if error is None:
             return not self.committed and self._member.is_cancelled
         is_users = not self._is_agreed or (self.committed and lost_peer_in(error) is not None)
-        error = does_not_fit(error, self._member.world_size, self._session.fitted_over)
+        fitted_over = self._member.strategy.fitted_over
+        error = does_not_fit(error, self._member.world_size, fitted_over)
         return isinstance(error, StepCancelled) or (is_users and self._member.is_over_with(error))
 
     def _end(self, error: BaseException | None) -> bool:
@@ -444,7 +443,7 @@ class Step:
         measure(member, vote)
         if member.rank == 0:  # the others keep the step on record until the controller has it
             member.records.tell(member.machine.seat)
-        self.committed, session.fitted_over = True, member.world_size
+        self.committed = True
         self._vitals.enter("user")
 
     def _apply(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:

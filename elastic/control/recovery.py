@@ -239,6 +239,9 @@ def hear_stall(
     ledger: Ledger, phase: Suspending, event: CollectiveFailed, limits: Limits
 ) -> Decision:
     """It needs no loss to explain it, unless that of somebody who had not met the others."""
+    if event.too_few >= limits.max_workers:
+        why = f"{event.message}; max_workers is {limits.max_workers}"
+        return finish(ledger, phase, "failed", why)
     if event.too_few:
         ledger = remember_shortage(ledger, event)
         phase = replace(phase, complaint=event.message, deadline=None, is_overdue=False)

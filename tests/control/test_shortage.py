@@ -65,8 +65,10 @@ def test_who_hears_of_it_after_a_peers_complaint_waits_as_well():
 
 def test_where_no_more_may_come_the_run_ends_with_what_it_lacks():
     limits = replace(ONE_OR_MORE, max_workers=2)
-    _, phase, _ = play(LEDGER, Running(AB), NEEDS_THREE, limits=limits)
-    assert phase == Finished("failed", f"{NEEDS_THREE.message}; max_workers is 2")
+    reset = CollectiveFailed(7, 0, "connection reset", 9.0)
+    for events in ((NEEDS_THREE,), (reset, NEEDS_THREE)):
+        _, phase, _ = play(LEDGER, Running(AB), *events, limits=limits)
+        assert phase == Finished("failed", f"{NEEDS_THREE.message}; max_workers is 2")
 
 
 def test_whoever_asks_for_fewer_is_obeyed():

@@ -1,10 +1,13 @@
 """What user code raises in a step or an evaluation whose generation is over is no failure of it."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
 from tests.workers.session_rig import Rig, Tiny, abort
+from workers.parallel import over_shards
 from workers.train_state.digest import weights_sha256
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -91,7 +94,7 @@ def test_a_step_without_memory_among_fewer_members_waits_for_more_of_them(rig):
         go_on(rig)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nhint")
 
-    rig.workload.trouble, rig.session.fitted_over = trouble, 2
+    rig.workload.trouble, rig.strategy.fitted_over = trouble, 2
     assert not rig.step().committed
     ((said, _),) = rig.link.of("collective_failed")
     assert (said["too_few"], said["is_explained"], said["is_refused"]) == (1, True, False)
@@ -101,6 +104,20 @@ def test_a_step_without_memory_among_fewer_members_waits_for_more_of_them(rig):
     )
     assert rig.step().committed
     assert weights_sha256(rig.train_state.model) == calm_hash(2)
+
+
+def test_more_members_are_waited_for_only_where_they_share_the_state(rig, monkeypatch):
+    """A newcomer learns from the others over how many the last step did fit."""
+    made = Rig("bitwise", parallel="fsdp")
+    made.loader.close()
+    sharded = made.strategy
+    assert (rig.strategy.fitted_over, sharded.fitted_over) == (0, 0)
+    monkeypatch.setattr(over_shards, "gather_json", lambda group, mine: [[mine[0], 3], mine])
+    sharded.claims(MagicMock())
+    assert sharded.fitted_over == 3
+    monkeypatch.setattr(sharded.train_state, "apply", lambda *arguments: None)
+    sharded.apply(MagicMock())
+    assert sharded.fitted_over == 1
 
 
 def test_a_step_that_never_fitted_is_the_users(rig):

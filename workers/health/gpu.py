@@ -19,6 +19,8 @@ from workers.health.nvml import nvml
 
 SIOCGIFADDR = 0x8915
 """Linux: the address of an interface."""
+CUDA_ERROR_MEMORY = 2
+"""An allocation that was refused, as outside of torch's own allocator; the GPU goes on."""
 CUDA_ERROR_ASSERT = 710
 """An assertion in a kernel, as of an index that is out of range: the program's own."""
 
@@ -126,7 +128,7 @@ def fault_of(error: BaseException, device: torch.device) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, torch.AcceleratorError):
-            return "" if is_assertion(cause) else str(cause).splitlines()[0]
+            return "" if is_programs(cause) else str(cause).splitlines()[0]
         cause = cause.__cause__ or cause.__context__
     return "" if device.type == "cpu" else _fault_now(device)
 
@@ -136,9 +138,20 @@ def _fault_now(device: torch.device) -> str:
     try:
         torch.accelerator.current_stream(device).query()
     except torch.AcceleratorError as error:
-        return "" if is_assertion(error) else str(error).splitlines()[0]
+        return "" if is_programs(error) else str(error).splitlines()[0]
     return ""
 
 
-def is_assertion(error: torch.AcceleratorError) -> bool:
-    return getattr(error, "error_code", None) == CUDA_ERROR_ASSERT
+def is_programs(error: torch.AcceleratorError) -> bool:
+    """Of an assertion, or of memory."""
+    return is_memory(error) or getattr(error, "error_code", None) == CUDA_ERROR_ASSERT
+
+
+def is_gone(error: BaseException) -> bool:
+    """Nothing in this process can use the device any more, whoever is to blame."""
+    return isinstance(error, torch.AcceleratorError) and not is_memory(error)
+
+
+def is_memory(error: BaseException) -> bool:
+    is_devices = isinstance(error, torch.AcceleratorError)
+    return is_devices and getattr(error, "error_code", None) == CUDA_ERROR_MEMORY

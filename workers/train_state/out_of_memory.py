@@ -11,9 +11,11 @@ import torch
 
 from elastic.protocol.errors import DoesNotFit
 from elastic.store.files import first_line
+from workers.health import gpu
 
-REFUSED = "can't allocate memory"
-"""In torch's RuntimeError for the host; for a device it has a class."""
+REFUSED = "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
+"""In torch's RuntimeError for the host, and for a library's own memory on a device; for its
+allocator's it has a class."""
 
 
 class OutOfMemory(BaseException):
@@ -45,6 +47,7 @@ def does_not_fit(error: BaseException, world_size: int, fitted_over: int) -> Bas
 
 
 def says_no_memory(error: Exception) -> bool:
-    is_host = isinstance(error, RuntimeError) and REFUSED in str(error)
+    is_told = isinstance(error, RuntimeError) and any(words in str(error) for words in REFUSED)
     is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return is_host or is_system or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    is_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return is_told or is_system or is_of_memory or gpu.is_memory(error)
