@@ -13,6 +13,7 @@ from tests.workers import sharded_rig as rig
 from workers.checkpoint.saver import Saver
 from workers.health import gpu
 from workers.script_loop import Call
+from workers.train_state.device_errors import CUDA_ERROR_MEMORY
 from workers.train_state.out_of_memory import says_no_memory
 
 HERE = torch.device("sim", 0)
@@ -75,7 +76,7 @@ def test_a_device_that_fails_in_the_last_save_is_met_by_the_worker(tmp_path):
 
 
 def test_memory_that_a_library_or_a_copy_does_not_get_leaves_the_device(tmp_path):
-    error = failed("out of memory", gpu.CUDA_ERROR_MEMORY)
+    error = failed("out of memory", CUDA_ERROR_MEMORY)
     assert says_no_memory(error)
     assert gpu.fault_of(error, HERE) == ""
     link = session_rig.FakeLink()

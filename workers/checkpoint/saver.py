@@ -23,8 +23,8 @@ from elastic.store.catalogue import Catalogue, file_name, launch_of
 from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
-from workers.health import gpu
 from workers.tensors.local import as_bytes, check_shard, layout_of, local, part_of
+from workers.train_state.device_errors import is_gone
 from workers.train_state.owner import StateOwner
 from workers.train_state.snapshot import Arena, Snapshot
 from workers.train_state.train_state import TrainState
@@ -281,7 +281,7 @@ class Saver:
             message = f"{type(error).__name__}: {error}"
             what = 'generation=%d step=%d save failed reason="%s"'
             log.warning(what, job.generation, job.step, message)
-            if gpu.is_gone(error):
+            if is_gone(error):
                 self._fault = error
                 return
             self._say(PartFailed(job.generation, job.rank, job.step, message))

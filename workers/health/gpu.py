@@ -16,11 +16,10 @@ from elastic.protocol.errors import UnfitNode, WrongInput
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.files import first_line
 from workers.health.nvml import nvml
+from workers.train_state.device_errors import is_memory
 
 SIOCGIFADDR = 0x8915
 """Linux: the address of an interface."""
-CUDA_ERROR_MEMORY = 2
-"""An allocation that was refused, as outside of torch's own allocator; the GPU goes on."""
 CUDA_ERROR_ASSERT = 710
 """An assertion in a kernel, as of an index that is out of range: the program's own."""
 
@@ -130,13 +129,19 @@ def fault_of(error: BaseException, device: torch.device) -> str:
         if isinstance(cause, torch.AcceleratorError):
             return "" if is_programs(cause) else str(cause).splitlines()[0]
         cause = cause.__cause__ or cause.__context__
-    return "" if device.type == "cpu" else _fault_now(device)
+    return _fault_now(device)
+
+
+def touch(device: torch.device) -> None:
+    """Without a wait. Raises torch.AcceleratorError if the device has failed."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).query()
 
 
 def _fault_now(device: torch.device) -> str:
     """An error that was raised as another one, or swallowed, stays the device's."""
     try:
-        torch.accelerator.current_stream(device).query()
+        touch(device)
     except torch.AcceleratorError as error:
         return "" if is_programs(error) else str(error).splitlines()[0]
     return ""
@@ -145,13 +150,3 @@ def _fault_now(device: torch.device) -> str:
 def is_programs(error: torch.AcceleratorError) -> bool:
     """Of an assertion, or of memory."""
     return is_memory(error) or getattr(error, "error_code", None) == CUDA_ERROR_ASSERT
-
-
-def is_gone(error: BaseException) -> bool:
-    """Nothing in this process can use the device any more, whoever is to blame."""
-    return isinstance(error, torch.AcceleratorError) and not is_memory(error)
-
-
-def is_memory(error: BaseException) -> bool:
-    is_devices = isinstance(error, torch.AcceleratorError)
-    return is_devices and getattr(error, "error_code", None) == CUDA_ERROR_MEMORY

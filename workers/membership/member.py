@@ -29,7 +29,6 @@ from workers.distributed.backends import connect_for
 from workers.distributed.exchange import gather_json
 from workers.distributed.pieces import ROUND_OF_JOINING, Pieces
 from workers.distributed.process_group import AnyGroup, OwnGroup
-from workers.health import gpu
 from workers.health.compilation import Compilation
 from workers.health.fingerprint import alike
 from workers.health.vitals import FORMING, Vitals
@@ -46,6 +45,7 @@ from workers.parallel.strategy import Formed, Strategy
 from workers.resharding.assemble import ShardLost
 from workers.step.evaluation_log import EvaluationLog
 from workers.step.vote import CompletedVote
+from workers.train_state.device_errors import is_gone
 from workers.train_state.out_of_memory import told_as_loss
 from workers.train_state.snapshot import Snapshot
 
@@ -271,7 +271,7 @@ class Member:
         if lost := lost_peer_in(error):
             self.collective_failed(lost)
         is_over = isinstance(error, Exception) and self.is_cancelled
-        is_over &= not gpu.is_gone(error)
+        is_over &= not is_gone(error)
         if is_over and lost is None:
             what = 'generation=%d step=%d cancelled reason="given up before user code raised %s"'
             log.warning(what, self.generation, self.step, in_words(error))
