@@ -59,7 +59,7 @@ def lose_member(
     """Of a generation that is at its end only where the state is sharded: the others get the lost
     rows, and end again."""
     lost = NumberSet.of((event.worker,))
-    ledger = remember_place(count_losses(ledger, lost), phase, event)
+    ledger = remember_place(count_losses(ledger, lost), phase, event, limits)
     if isinstance(phase, Suspending):
         phase = without_answer(phase, phase.membership.rank_of(event.worker))
         suspending = replace(phase, lost=phase.lost | lost, deadline=None, is_overdue=False)
@@ -83,14 +83,14 @@ def lose_member(
     return settle(explain(reason, called), event.at, limits)
 
 
-def remember_place(ledger: Ledger, phase: Phase, event: WorkerLost) -> Ledger:
+def remember_place(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Ledger:
     """Where another worker might be lost in the same way: on that machine, in that part of a step,
     or with a state that is too large for a newcomer."""
     if event.cause in BARRING:
         barred = ledger.losses.barred + 1 if event.at < ledger.losses.barred_until else 1
         ledger = ledger.with_losses(barred=barred, barred_until=event.at + MAX_BACKOFF_S)
     if event.cause == "device_failed":
-        ledger = remember_device(ledger, event)
+        ledger = remember_device(ledger, event, limits.cold_patience_s)
     if event.slow_in is not None:
         costly = remember(ledger.losses.costly, event.slow_in, event.worker)
         ledger = ledger.with_losses(costly=costly)
@@ -99,12 +99,12 @@ def remember_place(ledger: Ledger, phase: Phase, event: WorkerLost) -> Ledger:
     return ledger
 
 
-def remember_device(ledger: Ledger, event: WorkerLost) -> Ledger:
+def remember_device(ledger: Ledger, event: WorkerLost, within_s: float) -> Ledger:
     """Several GPUs may fail at once with what connects them. Those that fail one after the other,
-    in attempts at the same step, are in order."""
+    in attempts at the same step, are in order; a script's may last for days."""
     device, known = event.why.partition(" has failed")[0], ledger.losses.device_fault
-    fault = DeviceFault(ledger.step, ledger.generation, device)
-    if known.step == fault.step:
+    fault = DeviceFault(ledger.step, ledger.generation, device, at=event.at)
+    if known.step == fault.step and event.at < known.at + within_s:
         is_another = known.generation != fault.generation and known.device != device
         fault = replace(known, then=device) if is_another else known
     return ledger.with_losses(device_fault=fault)

@@ -92,6 +92,7 @@ class DeviceFault:
     """By its name, as its worker called it."""
     then: str = ""
     """Another one that has failed in a later attempt at the same step: it is not the GPUs."""
+    at: float = 0.0
 
 
 NO_DEVICE_FAULT = DeviceFault(-1, 0, "")

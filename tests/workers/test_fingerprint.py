@@ -66,6 +66,11 @@ def test_a_fixed_computation_has_the_same_bits_again_and_draws_nothing():
     assert [name for name, _ in first.facts] == [fingerprint.BITS], "a CPU's bits alone decide"
 
 
+def test_where_a_workload_makes_its_tensors_changes_no_bit():
+    with torch.device("meta"):
+        assert fingerprint.computed.__wrapped__(CPU) == fingerprint.computed(CPU)
+
+
 def test_workers_whose_bits_are_equal_form_a_group():
     specs = two("bitwise")
     found = formed(specs, connects(specs))

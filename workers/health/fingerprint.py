@@ -82,15 +82,15 @@ def _of_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
 def computed(device: torch.device) -> str:
     """A hash of the results of a small network's forward, backward and optimizer's step. What it
     draws is drawn on the host, and nobody else's generator is touched."""
-    drawn = torch.Generator().manual_seed(SEED)
+    drawn = torch.Generator("cpu").manual_seed(SEED)
 
     def numbers(*size: int) -> Tensor:
-        return torch.randn(*size, generator=drawn).to(device)
+        return torch.randn(*size, generator=drawn, device="cpu").to(device)
 
     weights = [nn.Parameter(numbers(96, 64)), nn.Parameter(numbers(33, 96))]
     scale, shift = nn.Parameter(numbers(96)), nn.Parameter(numbers(96))
     table = nn.Parameter(numbers(17, 64))
-    chosen = torch.randint(0, 17, (48,), generator=drawn).to(device)
+    chosen = torch.randint(0, 17, (48,), generator=drawn, device="cpu").to(device)
     parameters = [*weights, scale, shift, table]
     with torch.enable_grad():
         hidden = torch.tanh(nn.functional.embedding(chosen, table) @ weights[0].T)

@@ -45,6 +45,7 @@ from workers.parallel.strategy import Formed, Strategy
 from workers.resharding.assemble import ShardLost
 from workers.step.evaluation_log import EvaluationLog
 from workers.step.vote import CompletedVote
+from workers.train_state.device_errors import is_gone
 from workers.train_state.out_of_memory import told_as_loss
 from workers.train_state.snapshot import Snapshot
 
@@ -270,7 +271,7 @@ class Member:
         if lost := lost_peer_in(error):
             self.collective_failed(lost)
         is_over = isinstance(error, Exception) and self.is_cancelled
-        is_over &= not isinstance(error, torch.AcceleratorError)  # the device is no more
+        is_over &= not is_gone(error)
         if is_over and lost is None:
             what = 'generation=%d step=%d cancelled reason="given up before user code raised %s"'
             log.warning(what, self.generation, self.step, in_words(error))
