@@ -176,6 +176,14 @@ def test_too_few_rows_that_a_restored_state_lacks_end_no_call(course, utils, cap
     assert "1 rows of a lost rank are used in no iteration" in caplog.text
 
 
+def test_last_batches_that_are_smaller_on_all_ranks_weigh_as_the_others(course, utils, monkeypatch):
+    weights: list[float] = []
+    monkeypatch.setattr(Course, "add_samples", lambda _, num, usual: weights.append(num / usual))
+    list(batches_of(shard_of(utils)))
+    assert weights[:-1] == [1.0] * (FEW_ROWS // (2 * BATCH)), "as stock DDP has it, to the bit"
+    assert weights[-1] == pytest.approx(1.0, abs=0.5), "one rank has a row more"
+
+
 def test_what_has_counted_stays_counted(course, utils):
     """A pass that is measured between a forward and its backward."""
     batches = batches_of(shard_of(utils))

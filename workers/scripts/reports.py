@@ -109,6 +109,9 @@ class Reports:
         """Steps of this process's calls that are not known to be on record."""
         self.has_moved = False
         """Whether a call that was unwound had come to a collective or a report."""
+        self.has_epochs = False
+        """The script counts them by ours, and one had ended when the call began; on the lowest rank
+        of then."""
         self.passes = Places()
         """Over Ray Data's sets, as far as the call at hand is in them here."""
         self._lines: list[bytes] = []
@@ -151,14 +154,10 @@ class Reports:
         """Of a call that begins now. newest: the checkpoint that it begins at; a script that counts
         its epochs by ours begins at the newest of those."""
         found = self._content(f"{MANIFESTS}/{EPOCHS}")
+        self.has_epochs = bool(found)
         if not found and newest is not None:
             found = self._content(manifest_of(newest))
         return Trained(**found.get("trained", {}))
-
-    @property
-    def has_epochs(self) -> bool:
-        """The script counts them by ours, and one has ended."""
-        return self.folder.exists(f"{MANIFESTS}/{EPOCHS}")
 
     def _content(self, name: str) -> dict[str, Any]:
         """Of a file of JSON, {} if there is none."""

@@ -93,7 +93,8 @@ class ShardPass(Pass):
         self.standing.deliver(portion)
         self.delivered = portion.iteration
         if self._draw(portion.iteration):
-            self._give(length(portion.share(self._course.member)), self._batch_size)
+            usual = length(portion.spans) / len(portion.readers) or self._batch_size
+            self._give(length(portion.share(self._course.member)), usual)
 
     def end(self, portion: Portion) -> None:
         """The script has had all. StepCancelled if rows of a rank that was lost in this pass have
