@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Set
 from dataclasses import replace
 from functools import partial
-from traceback import clear_frames
 from types import TracebackType
 from typing import Any
 
@@ -25,11 +24,10 @@ from workers.data.placement import to_device
 from workers.data.step_batches import StepBatches
 from workers.distributed.device_wait import mark, wait_for
 from workers.distributed.exchange import gather_json
-from workers.health import gpu
 from workers.measure import measure
 from workers.membership.events import Loop
 from workers.membership.member import Member
-from workers.membership.unwinding import lost_peer_in
+from workers.membership.unwinding import let_go, lost_peer_in
 from workers.nonfinite import Inspection, judge
 from workers.parallel.strategy import NoPasses, Passes
 from workers.reduction.reducers import Reduced, Reducer
@@ -279,8 +277,7 @@ class Step:
         self._session._passes.reset()
         self._member.train_state.casting.restore()
         if self._is_cancelled_with(error):
-            gpu.touch(self._member.device)  # peers' GPUs that fail with it are told together
-            clear_frames(error.__traceback__ if error else None)  # the next state needs the memory
+            let_go(error, self._member.device)
             self._session._logged = self._carried  # the next attempt takes it again
             self._session.attempt = self._session.attempted_step = None
             self._member.strategy.reset()

@@ -11,9 +11,9 @@ from tests.device.training import build
 from tests.workers import session_rig
 from tests.workers import sharded_rig as rig
 from workers.checkpoint.saver import Saver
+from workers.distributed.device_errors import CUDA_ERROR_MEMORY
 from workers.health import gpu
 from workers.script_loop import Call
-from workers.train_state.device_errors import CUDA_ERROR_MEMORY
 from workers.train_state.out_of_memory import says_no_memory
 
 HERE = torch.device("sim", 0)

@@ -23,8 +23,8 @@ from elastic.store.catalogue import Catalogue, file_name, launch_of
 from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
+from workers.distributed.device_errors import is_gone
 from workers.tensors.local import as_bytes, check_shard, layout_of, local, part_of
-from workers.train_state.device_errors import is_gone
 from workers.train_state.owner import StateOwner
 from workers.train_state.snapshot import Arena, Snapshot
 from workers.train_state.train_state import TrainState
@@ -278,15 +278,19 @@ class Saver:
         except _GivenUp:
             log.info("generation=%d step=%d save given up", job.generation, job.step)
         except Exception as error:  # whatever it is: a checkpoint fails, and the run is told
-            message = f"{type(error).__name__}: {error}"
-            what = 'generation=%d step=%d save failed reason="%s"'
-            log.warning(what, job.generation, job.step, message)
-            if is_gone(error):
-                self._fault = error
-                return
-            self._say(PartFailed(job.generation, job.rank, job.step, message))
+            self._fail(job, error)
         finally:
             self._memory.give(copies)
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        """What a device that can do nothing more has raised is told by the main thread instead."""
+        message = f"{type(error).__name__}: {error}"
+        what = 'generation=%d step=%d save failed reason="%s"'
+        log.warning(what, job.generation, job.step, message)
+        if is_gone(error):
+            self._fault = error
+        else:
+            self._say(PartFailed(job.generation, job.rank, job.step, message))
 
 
 def share(

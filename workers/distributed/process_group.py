@@ -28,6 +28,7 @@ from elastic.protocol.messages.to_worker import Form
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed import registry
 from workers.distributed.c10d import C10dGroup, Copies
+from workers.distributed.device_errors import is_gone
 from workers.distributed.device_wait import to_host
 from workers.distributed.group_spec import GroupSpec
 from workers.distributed.pending import (
@@ -358,7 +359,7 @@ class Formation:
         try:
             group = form(self._given_up)
         except Exception as e:
-            is_own = isinstance(e, UnfitNode | torch.AcceleratorError)
+            is_own = isinstance(e, UnfitNode) or is_gone(e)
             error = e if is_own else PeerLost(f"forming failed: {e}")
             error.__cause__ = None if error is e else e
         with self.changed:

@@ -15,8 +15,8 @@ from elastic.protocol import nccl_settings
 from elastic.protocol.errors import UnfitNode, WrongInput
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.files import first_line
+from workers.distributed.device_errors import is_memory
 from workers.health.nvml import nvml
-from workers.train_state.device_errors import is_memory
 
 SIOCGIFADDR = 0x8915
 """Linux: the address of an interface."""

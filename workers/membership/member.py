@@ -26,6 +26,7 @@ from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers.checkpoint.saver import Saver
 from workers.distributed.backends import connect_for
+from workers.distributed.device_errors import is_gone
 from workers.distributed.exchange import gather_json
 from workers.distributed.pieces import ROUND_OF_JOINING, Pieces
 from workers.distributed.process_group import AnyGroup, OwnGroup
@@ -45,7 +46,6 @@ from workers.parallel.strategy import Formed, Strategy
 from workers.resharding.assemble import ShardLost
 from workers.step.evaluation_log import EvaluationLog
 from workers.step.vote import CompletedVote
-from workers.train_state.device_errors import is_gone
 from workers.train_state.out_of_memory import told_as_loss
 from workers.train_state.snapshot import Snapshot
 

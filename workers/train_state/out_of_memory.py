@@ -11,7 +11,7 @@ import torch
 
 from elastic.protocol.errors import DoesNotFit
 from elastic.store.files import first_line
-from workers.train_state.device_errors import is_memory
+from workers.distributed.device_errors import is_memory
 
 REFUSED = "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
 """In torch's RuntimeError for the host, and for a library's own memory on a device; for its
