@@ -95,7 +95,19 @@ class DeviceFault:
     at: float = 0.0
 
 
-NO_DEVICE_FAULT = DeviceFault(-1, 0, "")
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Newcomers whose machines are unfit for a run that goes on without them."""
+
+    in_a_row: int = 0
+    """Since a newcomer has joined."""
+    places: int = 0
+    """So many stay empty: a replacement may come to the same machine..."""
+    until: float = 0.0
+    """...before this time."""
+
+
+NO_DEVICE_FAULT, NOBODY_REFUSED = DeviceFault(-1, 0, ""), Refused()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +138,7 @@ class Losses:
     """So many members had no memory for a step, which more had: it takes more than these."""
     device_fault: DeviceFault = NO_DEVICE_FAULT
     """The first one of the step at hand."""
+    refused: Refused = NOBODY_REFUSED
 
 
 NO_SAVES, NO_LOSSES = Saves(), Losses()
