@@ -410,7 +410,7 @@ class RayCluster:
                 self.host.record.record_anatomy(worker, rows)
             case r.Held():
                 self.progress.commits.hear_held(report)
-            case r.Planned() | r.ScriptLevel() | r.ScriptMove() | r.ScriptSteps():
+            case r.Planned() | r.ScriptLevel() | r.ScriptMove() | r.ScriptSteps() | r.Fingerprint():
                 self.host.on_planned(report)
             case r.Protected():
                 self.protection.hear(worker, report)

@@ -1,6 +1,7 @@
 """Who computes other bits than the members joins no run that promises bits."""
 
 import ctypes
+import json
 import threading
 from dataclasses import replace
 
@@ -52,6 +53,47 @@ def formed(specs, connects):
 
 def two(reduction):
     return [replace(spec(reduction), worker=w, host=f"10.0.0.{w}") for w in range(2)]
+
+
+RECORDED = dict(OURS.facts)
+OF_RUN = "does not compute as the machine on which this run has begun"
+
+
+@pytest.mark.parametrize(
+    ("facts", "difference"),
+    [
+        ((*H100[:2], ("driver", "590.48.01"), (fingerprint.BITS, "aa")),
+         "driver 590.48.01 here and 580.159.04 there"),
+        ((*H100, (fingerprint.BITS, "bb")), "bits of a fixed computation bb here and aa there"),
+        (((fingerprint.BITS, "aa"),), "no GPU here, NVIDIA H100 80GB HBM3 there"),
+    ],
+)  # fmt: skip
+def test_a_run_goes_on_where_its_bits_are_computed_as_they_were(facts, difference):
+    own = Fingerprint("w0 on node 10.0.0.1", facts)
+    with pytest.raises(UnfitNode) as met:
+        fingerprint.compare_recorded(own, RECORDED)
+    assert str(met.value).startswith(f"w0 on node 10.0.0.1 {OF_RUN} ({difference}), and")
+    fingerprint.compare_recorded(OURS, RECORDED)
+
+
+def test_what_is_recorded_is_looked_at_where_bits_are_a_promise_and_kept(tmp_path):
+    here = replace(spec("bitwise"), place=str(tmp_path), has_checkpoints=True)
+    fingerprint.check_recorded(here, CPU)
+    (tmp_path / "config.json").write_text(json.dumps({"steps": 9}))
+    fingerprint.check_recorded(here, CPU)
+    (tmp_path / "config.json").write_text(json.dumps({"fingerprint": RECORDED}))
+    with pytest.raises(UnfitNode, match=OF_RUN):
+        fingerprint.check_recorded(here, CPU)
+    fingerprint.check_recorded(replace(here, reduction="fast"), CPU)
+    fingerprint.check_recorded(replace(here, has_checkpoints=False), CPU)
+
+
+def test_what_bits_depend_on_is_recorded_of_gpus(monkeypatch):
+    monkeypatch.setattr(fingerprint, "fingerprint_of", lambda spec, device: OURS)
+    gpu_0 = torch.device("cuda", 0)
+    assert fingerprint.to_record(spec("bitwise"), gpu_0).facts == OURS.facts
+    assert fingerprint.to_record(spec("fast"), gpu_0) is None
+    assert fingerprint.to_record(spec("bitwise"), CPU) is None
 
 
 def connects(specs):
