@@ -88,6 +88,16 @@ def test_what_is_recorded_is_looked_at_where_bits_are_a_promise_and_kept(tmp_pat
     fingerprint.check_recorded(replace(here, has_checkpoints=False), CPU)
 
 
+def test_a_store_that_is_away_keeps_no_newcomer_from_joining(monkeypatch):
+    def away(place):
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(fingerprint, "reach_folder", away)
+    fingerprint.check_recorded(
+        replace(spec("bitwise"), has_checkpoints=True, is_newcomer=True), CPU
+    )
+
+
 def test_what_bits_depend_on_is_recorded_of_gpus(monkeypatch):
     monkeypatch.setattr(fingerprint, "fingerprint_of", lambda spec, device: OURS)
     gpu_0 = torch.device("cuda", 0)

@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -148,12 +148,23 @@ def compare(own: Fingerprint, first: Fingerprint) -> None:
 
 
 def check_recorded(spec: WorkerSpec, device: torch.device) -> None:
-    """Raises UnfitNode where the run is to repeat bits that it has begun with on other GPUs."""
+    """Raises UnfitNode where the run is to repeat bits that it has begun with on other GPUs. A
+    store that is away keeps no newcomer from joining."""
     if spec.reduction != "bitwise" or not spec.has_checkpoints:
         return
-    config = patiently(lambda: read_json(reach_folder(spec.place), "config.json")) or {}
-    if recorded := config.get("fingerprint"):
+    read = partial(_recorded, spec.place)
+    try:
+        recorded = read() if spec.is_newcomer else patiently(read)
+    except OSError:  # it is compared with the first rank when it joins
+        if not spec.is_newcomer:
+            raise
+        return
+    if recorded:
         compare_recorded(fingerprint_of(spec, device), recorded)
+
+
+def _recorded(place: str) -> dict[str, str]:
+    return (read_json(reach_folder(place), "config.json") or {}).get("fingerprint", {})
 
 
 def compare_recorded(own: Fingerprint, recorded: dict[str, str]) -> None:
