@@ -327,7 +327,7 @@ class Supervisor:
                 self.record.record_applied(said)
                 if stepped := self.roll_call.hear_steps(said, self._now()):
                     self.cluster.say(stepped)
-                return None
+                return
         self._status_due.set()
 
     def _fail(self, why: str) -> None:
