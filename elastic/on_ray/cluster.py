@@ -368,7 +368,7 @@ class RayCluster:
         if heartbeat.process_state != STOPPED:  # it beats on while its trainer is frozen
             record.last_seen = self.now()
         record.step = max(record.step, heartbeat.step)
-        record.memory = heartbeat.memory
+        record.memory = heartbeat.memory or record.memory
         self.send_word(worker)
         self._diagnosis.hear_beat(worker)
 

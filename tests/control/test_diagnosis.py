@@ -13,7 +13,14 @@ from elastic.control.events import CollectiveFailed
 from elastic.on_ray.detection.diagnosis import Diagnosis
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import Membership, NumberSet
-from elastic.protocol.messages.pulse import Heartbeat, Question, ReachAsked, Reached, Stacks
+from elastic.protocol.messages.pulse import (
+    KILLED,
+    Heartbeat,
+    Question,
+    ReachAsked,
+    Reached,
+    Stacks,
+)
 from elastic.protocol.messages.to_controller import Diverged
 from elastic.protocol.timeouts import MAX_DETECT_S, MIN_DETECT_S, timeouts_of
 from tests.control import virtual_time
@@ -194,6 +201,13 @@ def test_a_pulse_that_has_just_lost_its_connection_is_asked_once_it_is_back():
     cluster.ask_pulse = lambda worker, header: asked.append(worker) is None
     cluster.diagnosis.hear_beat(2)
     assert asked == [], "the diagnosis is over"
+
+
+def test_a_worker_whose_pulse_says_that_it_was_killed_is_lost_before_its_connection_ends():
+    cluster = Cluster(HUNG, replace(WAITS, process_state=KILLED), answering=())
+    for worker in (1, 2, 3):  # the third one is not known
+        cluster.diagnosis.hear_beat(worker)
+    assert cluster.happened == [(2, "process_died")]
 
 
 def test_who_does_not_answer_an_abort_is_asked_for_its_stacks_too():

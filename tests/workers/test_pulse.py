@@ -1,18 +1,20 @@
 """The pulse, a process of its own, and its controller at the other end."""
 
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from mmap import mmap
 from typing import NoReturn
 
 import pytest
 
 from elastic.protocol import wire
 from elastic.protocol.messages.hello import Hello
-from elastic.protocol.messages.pulse import Heartbeat
+from elastic.protocol.messages.pulse import KILLED, Heartbeat
 from workers.health import pulse
 from workers.health.stacks import Armed
 from workers.health.unanswered import Unanswered
@@ -21,7 +23,7 @@ from workers.health.vitals import Vitals
 
 @contextmanager
 def beating(
-    controller: socket.socket, lease_s: float = 30.0
+    controller: socket.socket, lease_s: float = 30.0, interval_s: float = 0.05
 ) -> Iterator["subprocess.Popen[bytes]"]:
     vitals = Vitals()
     armed = Armed(os.memfd_create("stacks", 0), os.pipe()[1])
@@ -31,7 +33,7 @@ def beating(
         3,
         controller.getsockname(),
         "secret",
-        interval_s=0.05,
+        interval_s=interval_s,
         silence_s=0.3,
         lease_s=lease_s,
     )
@@ -89,6 +91,32 @@ def test_a_heartbeat_says_for_how_long_its_process_has_been_stopped():
         child.wait()
 
 
+def hold_memory(listener: socket.socket) -> None:
+    """As a worker that beats once an hour and has half a GB to be freed."""
+    memory = mmap(-1, 2**29)
+    for page in range(0, len(memory), 4096):
+        memory[page] = 1
+    with beating(listener, lease_s=9999.0, interval_s=3600.0):
+        signal.pause()
+
+
+def test_a_worker_that_a_signal_ends_is_dead_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        worker = multiprocessing.get_context("fork").Process(target=hold_memory, args=(listener,))
+        worker.start()
+        connection, _ = listener.accept()
+    with connection:
+        connection.settimeout(60)
+        assert wire.receive(connection)[0]["type"] == "Hello"
+        assert wire.receive(connection)[0]["process_state"] != KILLED
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        assert wire.receive(connection)[0]["process_state"] == KILLED
+        assert connection.recv(1) == b""  # and its pulse ends with it
+    worker.join()
+
+
 BEAT = Heartbeat(3, 1, 1, "compute", 0.1, None, False, "R")
 
 
@@ -106,16 +134,16 @@ class Waiting:
 def test_a_pulse_that_is_unanswered_keeps_its_connection_until_there_is_another():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         line = pulse.Line(listener.getsockname(), Hello("secret", 3, "pulse"), 0.05, 0.3)
-        line.beat(BEAT, silent)
+        line.beat(BEAT, silent, lambda: False)
         first, _ = listener.accept()
         assert [wire.receive(first)[0]["type"] for _ in range(2)] == ["Hello", "Heartbeat"]
         line._unanswered = Waiting()  # pyright: ignore[reportAttributeAccessIssue]
-        line.beat(BEAT, silent)
+        line.beat(BEAT, silent, lambda: False)
         assert wire.receive(first)[0]["type"] == "Heartbeat"
         second, _ = listener.accept()
         assert first.recv(1) == b""
-    line.beat(BEAT, silent)  # nobody listens now
-    line.beat(BEAT, silent)
+    line.beat(BEAT, silent, lambda: False)  # nobody listens now
+    line.beat(BEAT, silent, lambda: False)
     expected = ["Hello", "Heartbeat", "Heartbeat"]
     assert [wire.receive(second)[0]["type"] for _ in range(3)] == expected
     first.close()

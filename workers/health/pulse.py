@@ -5,7 +5,6 @@ seen from outside, and asked where they are. Standard library and elastic.protoc
 by file name.
 """
 
-import ctypes
 import os
 import select
 import signal
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from mmap import PROT_READ, mmap
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from elastic.protocol import wire
 from elastic.protocol.messages.direction import pack
 from elastic.protocol.messages.hello import Hello
 from elastic.protocol.messages.pulse import (
+    KILLED,
     TO_PULSE,
     Heartbeat,
     Question,
@@ -36,12 +37,14 @@ from elastic.protocol.messages.pulse import (
 )
 from workers.health.dialling import reached
 from workers.health.memory import memory_of
-from workers.health.stacks import Armed, collect, state_of
+from workers.health.stacks import Armed, collect, is_killed, state_of
 from workers.health.unanswered import Silences, Unanswered
 from workers.health.vitals import COLLECTIVES, ENOUGH, LAYOUT, PHASES, WAITING
 
-PR_SET_PDEATHSIG = 1
 STOPPED = "T"
+LOOK_S = 0.02
+"""Between two looks whether a signal has ended the worker. Its connections end once its memory is
+freed, which takes the kernel a second for a few GB."""
 TRIES = 5
 """To dial, in the time between two heartbeats, while nobody listens."""
 DIAL_S = 0.5
@@ -60,7 +63,7 @@ def start(
     silence_s: float,
     lease_s: float,
 ) -> "subprocess.Popen[bytes]":
-    """Start the pulse of this process; it dies with it.
+    """Start the pulse of this process; it ends soon after it.
 
     vitals: their file. silence_s: after so long without an answer it
     dials again, instead of waiting for TCP, which tries less and less often. lease_s: so long it
@@ -116,8 +119,10 @@ class Observed:
         self._stopped_since: float | None = None
 
     def look(self) -> Heartbeat:
-        now, process_state = time.monotonic(), state_of(self._pid)
         shown = read_vitals(self._memory, self._worker)
+        if is_killed(self._pid):
+            return replace(shown, process_state=KILLED)
+        now, process_state = time.monotonic(), state_of(self._pid)
         unanswered: dict[str, float] = {}
         if shown.waits_for_peers and shown.phase_s > self._interval_s:
             unanswered = self._silences.look(self._pid, now)
@@ -131,6 +136,11 @@ class Observed:
             stopped_s=round(now - self._stopped_since, 3) if self._stopped_since else 0.0,
             memory=memory_of(self._pid),
         )
+
+    def has_news(self, told: Heartbeat) -> bool:
+        """Of this process's parent: it is gone, or was killed since."""
+        is_told = told.process_state == KILLED
+        return os.getppid() != self._pid or (not is_told and is_killed(self._pid))
 
 
 class Line:
@@ -150,15 +160,19 @@ class Line:
         self.heard_at = time.monotonic()
         """When somebody was last at the other end."""
 
-    def beat(self, heartbeat: Heartbeat, answer: Callable[[Question], Stacks | Reached]) -> None:
-        """Say how the worker does, and answer what is asked until the next heartbeat."""
+    def beat(
+        self,
+        heartbeat: Heartbeat,
+        answer: Callable[[Question], Stacks | Reached],
+        has_news: Callable[[], bool],
+    ) -> None:
+        """Say how the worker does, and answer what is asked until the next heartbeat is due, or
+        `has_news`."""
         try:
             connection = self._connection = self._connection or self._dialled()
             connection.sendall(pack(heartbeat))
             self.heard_at = time.monotonic()
-            has_question = select.poll()  # select() takes the first 1,024 files of a process only
-            has_question.register(connection, select.POLLIN)
-            if has_question.poll(1000 * self._interval_s):
+            if self._is_asked(connection, has_news):
                 question = TO_PULSE.read(*wire.receive(connection))
                 connection.sendall(pack(answer(question)))
             if self._unanswered.look(connection, time.monotonic()) > self._silence_s:
@@ -168,6 +182,16 @@ class Line:
                 self._connection.close()
             self._connection = None
             time.sleep(self._interval_s / TRIES)
+
+    def _is_asked(self, connection: socket.socket, has_news: Callable[[], bool]) -> bool:
+        """Waits for a question, until the next heartbeat."""
+        questions = select.poll()  # select() takes the first 1,024 files of a process only
+        questions.register(connection, select.POLLIN)
+        due_at = time.monotonic() + self._interval_s
+        while (left_s := due_at - time.monotonic()) > 0 and not has_news():
+            if questions.poll(1000 * min(left_s, LOOK_S)):
+                return True
+        return False
 
     def _renew(self, connection: socket.socket) -> None:
         """Of no use, but not to be given up before there is another one."""
@@ -195,12 +219,13 @@ def beat(
     lease_s: float,
 ) -> None:
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     observed = Observed(worker, parent, vitals, interval_s)
     line = Line(controller, Hello(token, worker, "pulse"), interval_s, silence_s)
     while os.getppid() == parent and time.monotonic() - line.heard_at < lease_s:
-        line.beat(observed.look(), lambda question: answer(question, parent, armed))
+        answer_to = partial(answer, parent=parent, armed=armed)
+        told = observed.look()
+        line.beat(told, answer_to, partial(observed.has_news, told))
 
 
 def answer(question: Question, parent: int, armed: Armed) -> Stacks | Reached:

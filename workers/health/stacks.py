@@ -28,6 +28,10 @@ ENDS = (" in <module>\n", " in _run_module_as_main\n", "  ...\n")
 """The first call of the main thread, whose stack is the last of a dump; or too many calls. A dump
 that ends otherwise may be one of a process that just does not run, and has half of the time."""
 
+FLAGS, PF_SIGNALED = 6, 0x400
+"""Where proc(5) has a thread's flags, behind its name; and the one (linux/sched.h) that says that a
+signal ends it."""
+
 
 class Armed(NamedTuple):
     """File descriptors of an armed process, inherited by a child only where pass_fds names them."""
@@ -128,6 +132,13 @@ def read_when_whole(fd: int, before: int, timeout_s: float) -> str:
 def state_of(pid: int) -> str:
     """The letter of /proc/PID/stat."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def is_killed(pid: int) -> bool:
+    """Whether a signal has ended it: it runs no more, though it is there until its memory is freed,
+    and its connections with it. OSError once it is gone."""
+    main_thread = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
+    return bool(int(main_thread.rpartition(")")[2].split()[FLAGS]) & PF_SIGNALED)
 
 
 def where_in_kernel(pid: int) -> str:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from elastic.control.detection.patience import Costly, PhaseOfStep, lost_at
-from elastic.protocol.messages.pulse import Heartbeat
+from elastic.protocol.messages.pulse import KILLED, Heartbeat
 
 Key = TypeVar("Key")
 
@@ -26,7 +26,7 @@ PATIENCE_WITH_ALL = 10
 """Without a word from any member the link in between may be cut, and without them nothing can go
 on: so many times `detect_s`, as long as they wait for us (their lease)."""
 STOPPED = "T"  # SIGSTOP; "t" is a debugger that looks at the process for a moment
-DEAD = ("Z", "X")
+DEAD = ("Z", KILLED)
 RESTORING = "restore"
 """The phase that a worker enters again with each piece of its state."""
 RESTING = ("pool", "done")
@@ -81,10 +81,14 @@ def where(heartbeat: Heartbeat) -> PhaseOfStep:
     return PhaseOfStep(heartbeat.step, heartbeat.phase)
 
 
+def is_dead(watched: Watch) -> bool:
+    return watched.heartbeat.process_state in DEAD
+
+
 def absence(watched: Watch, now: float, detect_s: float) -> str | None:
     """Why the worker is gone, however long its phase may take; or None."""
     heartbeat, silent_s = watched.heartbeat, now - watched.heard_at
-    if heartbeat.process_state in DEAD:
+    if is_dead(watched):
         return f"its process is dead (state {heartbeat.process_state})"
     if watched.stopped_since is not None and now - watched.stopped_since > detect_s:
         stopped_s = now - watched.stopped_since
@@ -97,7 +101,7 @@ def absence(watched: Watch, now: float, detect_s: float) -> str | None:
 def cause_of(watched: Watch, now: float, detect_s: float) -> str:
     """Of a suspect's loss, one of elastic.protocol.reports.CAUSES."""
     stopped_s = 0.0 if watched.stopped_since is None else now - watched.stopped_since
-    is_known = watched.heartbeat.process_state in DEAD or stopped_s > detect_s
+    is_known = is_dead(watched) or stopped_s > detect_s
     return "heartbeat_silent" if now - watched.heard_at > detect_s and not is_known else "hung"
 
 

@@ -19,6 +19,7 @@ from elastic.control.detection.hang import (
     all_suspects,
     cause_of,
     hear_cut,
+    is_dead,
     last_move,
     place_of,
     slow_in,
@@ -184,8 +185,12 @@ class Diagnosis:
         return {w: plain_host(slots[w].node_ip) for w in workers if w in slots}
 
     def hear_beat(self, worker: int) -> None:
-        """A pulse that had no connection when all were asked is asked now."""
-        question = self._question
+        """A worker that its pulse says is dead is lost: its connection ends later, once its memory
+        is freed. A pulse that had no connection when all were asked is asked now."""
+        slot, question = self._cluster.workers.get(worker), self._question
+        if slot is not None and slot.watch is not None and is_dead(slot.watch):
+            self._cluster.lost(worker, "process_died")
+            return
         if question is None or not self._is_under_way or worker not in self._unasked:
             return
         if self._cluster.links.ask_pulse(worker, question):

@@ -5,6 +5,9 @@ from typing import TypeAlias, get_args
 
 from elastic.protocol.messages.direction import Direction
 
+KILLED = "X"
+"""The state of a process that a signal has ended, also while its memory is still being freed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
@@ -19,7 +22,7 @@ class Heartbeat:
     """The worker's own 95th percentile there; None: not known, or code that has no usual time."""
     waits_for_peers: bool
     process_state: str
-    """The letter in /proc/<pid>/stat; the heartbeat's sender is another process."""
+    """The letter in /proc/<pid>/stat, or KILLED; the heartbeat's sender is another process."""
     collective: tuple[int, str, int] = (0, "", 0)
     """Which of its generation's it waited for last: number, name, elements."""
     own_steps: int = 0
