@@ -36,6 +36,7 @@ def test_a_pulse_reads_what_the_worker_shows():
             "part": "",
             "own_steps": 0,
             "own_s": 0.0,
+            "data_s": 0.0,
         }.items()
     )
     vitals.waits_in(2, "all_gather", 9, "replica12")
@@ -88,7 +89,8 @@ def test_own_time_is_data_and_computation_and_nothing_that_waits_for_others():
         if attempt:  # the first one was given up
             vitals.end_step(num_microbatches=2)
     vitals.enter("vote")
-    assert (shown(vitals)["own_steps"], shown(vitals)["own_s"]) == (2, 3.0)
+    seen = shown(vitals)
+    assert (seen["own_steps"], seen["own_s"], seen["data_s"]) == (2, 3.0, 0.5)
 
 
 def test_a_compilation_in_the_middle_of_a_step_is_a_phase_of_its_own():
@@ -137,7 +139,7 @@ def test_a_script_tells_its_own_part_and_the_steps_around_it_say_nothing():
         vitals.tell_own(own_s)
         vitals.end_step(1.0)
     seen = shown(vitals)
-    assert (seen["own_steps"], seen["own_s"]) == (3, 0.2)
+    assert (seen["own_steps"], seen["own_s"], seen["data_s"]) == (3, 0.2, 0.0)
 
 
 def test_what_a_host_waits_for_in_the_middle_of_passes_is_its_devices_or_its_peers():

@@ -89,7 +89,7 @@ def read_vitals(memory: mmap, worker: int) -> Heartbeat:
         after = LAYOUT.unpack_from(memory, 0)[0]
         if before and before == after and not before & 1:
             break
-    number, collective, size, part, own_steps, own_s = others
+    number, collective, size, part, own_steps, own_s, data_s = others
     return Heartbeat(
         worker=worker,
         generation=generation,
@@ -102,6 +102,7 @@ def read_vitals(memory: mmap, worker: int) -> Heartbeat:
         collective=(number, COLLECTIVES[collective], size),
         own_steps=own_steps,
         own_s=round(own_s, 6),
+        data_s=round(data_s, 6),
         is_new_there=num_seen < ENOUGH,
         part=part.rstrip(b"\0").decode(errors="replace"),
     )

@@ -64,10 +64,10 @@ COLLECTIVES = (
     "recv",
 )
 """What workers/distributed/process_group.py tells of."""
-LAYOUT = struct.Struct("<QqqIddqqIq24sqd")
+LAYOUT = struct.Struct("<QqqIddqqIq24sqdd")
 """sequence, generation, step, phase, since (monotonic), p95 or -1, times that it is of; of the last
 collective waited for: number, index in COLLECTIVES, elements, name of the part of the group;
-own steps, own seconds per pass."""
+own steps, own seconds per pass, those of them for data."""
 SEQUENCE = struct.Struct("<Q")
 SIZE_BYTES = 4096
 ENOUGH = 8
@@ -112,8 +112,10 @@ class Vitals:
         self._collective = (0, 0, 0, b"")
         self._own_now_s: float | None = 0.0
         """None: it is told."""
-        self._own_steps, self._own_s = 0, 0.0
-        self._own: deque[float] = deque(maxlen=_OWN_WINDOW)
+        self._data_now_s = 0.0
+        self._own_steps, self._own_s, self._data_s = 0, 0.0, 0.0
+        self._own: deque[tuple[float, float]] = deque(maxlen=_OWN_WINDOW)
+        """Of the last steps: the whole own part, and what of it was for data."""
         self.generation, self.step = 0, 0
         self.anatomy = Anatomy(clock)
         self._write()
@@ -129,6 +131,7 @@ class Vitals:
             self._seen[self._phase].add(now - self._since)
         if self.phase in OWN and self._own_now_s is not None:
             self._own_now_s += now - self._since
+            self._data_now_s += now - self._since if self.phase == "data" else 0.0
         self._phase, self._since = NUMBERS[phase], now
         self.anatomy.enter(phase, now)
         self._write()
@@ -136,13 +139,15 @@ class Vitals:
     def begin_step(self) -> None:
         """An attempt at a step."""
         self._own_now_s = None if self._own_now_s is None else 0.0
+        self._data_now_s = 0.0
         self.anatomy.begin(self.generation, self._clock())
 
     def end_step(self, num_microbatches: float) -> None:
         """This rank has done its own part, and goes on to what all do together. num_microbatches:
         so many whole ones took as long, 0 if it had no part."""
         if self._own_now_s is not None:
-            self._count_own(self._own_now_s / (num_microbatches or 1))
+            num = num_microbatches or 1
+            self._count_own(self._own_now_s / num, self._data_now_s / num)
 
     def tell_own(self, own_s: float) -> None:
         """A script's own part of one of its steps took so long: what the engine's steps around it
@@ -151,10 +156,10 @@ class Vitals:
         self._count_own(own_s)
         self._pack()
 
-    def _count_own(self, own_s: float) -> None:
-        self._own.append(own_s)
+    def _count_own(self, own_s: float, data_s: float = 0.0) -> None:
+        self._own.append((own_s, data_s))
         self._own_steps += 1
-        self._own_s = statistics.median(self._own)
+        self._own_s, self._data_s = map(statistics.median, zip(*self._own, strict=True))
 
     def waits_in(self, number: int, collective: str, size: int, part: str = "") -> None:
         """The main thread waits for the collective of this number of its generation's group, or of
@@ -231,6 +236,7 @@ class Vitals:
             *self._collective,
             self._own_steps,
             self._own_s,
+            self._data_s,
         )
         self._memory[:8] = SEQUENCE.pack(self._sequence + 1)
         self._memory[8 : LAYOUT.size] = packed[8:]

@@ -26,6 +26,8 @@ class Heartbeat:
     """Steps whose own part, data and computation, it has done."""
     own_s: float = 0.0
     """Seconds of that part per micro-batch, the median of the last steps."""
+    data_s: float = 0.0
+    """Those of them that it waited for its data: its loader is late, its computation is not."""
     is_new_there: bool = False
     """It has been through this phase a few times only, of which `p95_s` is."""
     part: str = ""
