@@ -59,7 +59,8 @@ def test_a_rank_is_a_straggler_after_many_slow_steps_in_a_row():
 
 def test_who_waits_for_its_data_is_no_slow_machine_unless_it_computes_slowly_too():
     def why(own_s: float, data_s: float) -> Slowness | None:
-        beats = [beat(0, 0.1, data_s=0.02), beat(1, 0.1, data_s=0.02), beat(2, own_s, data_s=data_s)]
+        others = [beat(w, 0.1, data_s=0.02) for w in (0, 1)]
+        beats = [*others, beat(2, own_s, data_s=data_s)]
         return paces(beats)[2].slowness(3.0)
 
     assert why(0.5, 0.42) is Slowness.DATA
