@@ -63,6 +63,8 @@ class Listening:
 
     def end_unit(self) -> None: ...
 
+    def waited_for_data(self, seconds: float) -> None: ...
+
     def unwind(self) -> NoReturn:
         raise StepCancelled
 

@@ -136,10 +136,10 @@ def test_a_reader_never_sees_a_process_that_has_not_begun():
 def test_a_script_tells_its_own_part_and_the_steps_around_it_say_nothing():
     vitals = Vitals()
     for own_s in (0.1, 0.2, 0.3):
-        vitals.tell_own(own_s)
+        vitals.tell_own(own_s, own_s / 2)
         vitals.end_step(1.0)
     seen = shown(vitals)
-    assert (seen["own_steps"], seen["own_s"], seen["data_s"]) == (3, 0.2, 0.0)
+    assert (seen["own_steps"], seen["own_s"], seen["data_s"]) == (3, 0.2, 0.1)
 
 
 def test_what_a_host_waits_for_in_the_middle_of_passes_is_its_devices_or_its_peers():

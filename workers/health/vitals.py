@@ -149,14 +149,14 @@ class Vitals:
             num = num_microbatches or 1
             self._count_own(self._own_now_s / num, self._data_now_s / num)
 
-    def tell_own(self, own_s: float) -> None:
-        """A script's own part of one of its steps took so long: what the engine's steps around it
-        take says nothing."""
+    def tell_own(self, own_s: float, data_s: float) -> None:
+        """A script's own part of one of its steps took so long, and so much of that was for its
+        data: what the engine's steps around it take says nothing."""
         self._own_now_s = None
-        self._count_own(own_s)
+        self._count_own(own_s, data_s)
         self._pack()
 
-    def _count_own(self, own_s: float, data_s: float = 0.0) -> None:
+    def _count_own(self, own_s: float, data_s: float) -> None:
         self._own.append((own_s, data_s))
         self._own_steps += 1
         self._own_s, self._data_s = map(statistics.median, zip(*self._own, strict=True))
