@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from elastic.driver.resume import PastRun, controller_of
 
-
 NO_FOLDER = "there is no such folder"
 NO_STATUS = "the run has no status yet; look again in a moment"
 ONLY_BEGUN = "the run has only begun; try again in a moment"

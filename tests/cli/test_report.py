@@ -331,7 +331,7 @@ def test_the_command_gives_all_settings_but_the_place():
 def test_what_a_script_commits_and_may_lose_are_reports():
     empty, status = Steps({"step": np.array([])}, {}), {"level": 0, "step": 3}
     record = RunRecord("r", {}, status, {}, {}, empty, empty, None, [], None, Samples())
-    assert (how_far(record), lost(record, 1)) == ("3 reports with a checkpoint", "1 report lost")
+    assert (how_far(record), lost(record, 1)) == ("3 reports with a checkpoint", "1 lost report")
     stepped = replace(record, steps=Steps({"step": np.array([7.0])}, {}))
     assert how_far(stepped) == "step 7"
 
