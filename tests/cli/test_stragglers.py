@@ -1,14 +1,12 @@
 """A straggler is told once, by name and with numbers, and again after it had recovered."""
 
 from elastic.controller.stragglers import Stragglers
-from elastic.protocol.messages.pulse import Heartbeat
+from elastic.protocol.messages.pulse import Heartbeat, OwnPart
 
 
 def beats(step: int, own_s: float, data_s: float = 0.0) -> list[Heartbeat]:
     return [
-        Heartbeat(
-            w, 3, step, "compute", 0.1, 0.1, False, "R", own_steps=step, own_s=own, data_s=data
-        )
+        Heartbeat(w, 3, step, "compute", 0.1, 0.1, False, "R", own=OwnPart(step, own, data))
         for w, own, data in ((4, 0.1, 0.0), (5, own_s, data_s))
     ]
 

@@ -10,16 +10,14 @@ from elastic.control.detection.straggler import (
     paces,
     stragglers,
 )
-from elastic.protocol.messages.pulse import Heartbeat
+from elastic.protocol.messages.pulse import Heartbeat, OwnPart
 
 
 def beat(
     worker: int, own_s: float, own_steps: int = 9, generation: int = 2, data_s: float = 0.0
 ) -> Heartbeat:
-    seconds = {"own_s": own_s, "data_s": data_s}
-    return Heartbeat(
-        worker, generation, 9, "compute", 0.1, 0.1, False, "R", own_steps=own_steps, **seconds
-    )
+    own = OwnPart(own_steps, own_s, data_s)
+    return Heartbeat(worker, generation, 9, "compute", 0.1, 0.1, False, "R", own=own)
 
 
 def test_each_is_compared_with_the_median_of_the_others():

@@ -28,6 +28,7 @@ from elastic.protocol.messages.hello import Hello
 from elastic.protocol.messages.pulse import (
     TO_PULSE,
     Heartbeat,
+    OwnPart,
     Question,
     ReachAsked,
     Reached,
@@ -100,9 +101,7 @@ def read_vitals(memory: mmap, worker: int) -> Heartbeat:
         waits_for_peers=PHASES[phase] in WAITING,
         process_state="",
         collective=(number, COLLECTIVES[collective], size),
-        own_steps=own_steps,
-        own_s=round(own_s, 6),
-        data_s=round(data_s, 6),
+        own=OwnPart(own_steps, round(own_s, 6), round(data_s, 6)),
         is_new_there=num_seen < ENOUGH,
         part=part.rstrip(b"\0").decode(errors="replace"),
     )

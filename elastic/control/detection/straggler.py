@@ -65,13 +65,13 @@ Since: TypeAlias = Mapping[tuple[int, Slowness], int]
 
 def paces(beats: Iterable[Heartbeat]) -> tuple[Pace, ...]:
     """Of the members of the newest generation that have done a step; none if there is only one."""
-    measured = [h for h in beats if h.own_steps and h.generation]
+    measured = [h for h in beats if h.own.steps and h.generation]
     newest = max((h.generation for h in measured), default=0)
     members = sorted((h for h in measured if h.generation == newest), key=lambda h: h.worker)
     if len(members) < 2:
         return ()
-    own = latenesses([h.own_s for h in members])
-    computing = latenesses([h.own_s - h.data_s for h in members])
+    own = latenesses([h.own.seconds for h in members])
+    computing = latenesses([h.own.seconds - h.own.data_s for h in members])
     workers = (h.worker for h in members)
     return tuple(Pace(*found) for found in zip(workers, own, computing, strict=True))
 
@@ -101,7 +101,7 @@ def stragglers(
     its machine anew.
     """
     beats = tuple(beats)
-    num_steps = {h.worker: h.own_steps for h in beats}
+    num_steps = {h.worker: h.own.steps for h in beats}
     slow = [(pace, why) for pace in paces(beats) if (why := pace.slowness(factor)) is not None]
     since = {(p.worker, why): before.get((p.worker, why), num_steps[p.worker]) for p, why in slow}
     long = (s for s in slow if num_steps[s[0].worker] - since[s[0].worker, s[1]] >= LONG_STEPS)
