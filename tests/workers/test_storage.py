@@ -104,7 +104,8 @@ def test_a_bucket_that_refuses_a_driver_whose_workers_are_here_is_one_line(refus
         refuse_unwritable(refusing)
     told = str(refusal.value)
     assert told.startswith("storage 's3://bucket/runs/a")
-    assert "cannot be written: AWS Error ACCESS_DENIED" in told
+    assert " cannot be written: " in told
+    assert "ACCESS_DENIED" in told
     assert told.endswith("; choose another one, or give this machine the right to write there")
     assert "\n" not in told
 
