@@ -22,6 +22,7 @@ from elastic.protocol.messages.to_controller import LastWords, ScriptLevel, Scri
 from elastic.protocol.step_record import AppliedRecord
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
+from workers.health import gpu
 from workers.membership.link import leave
 from workers.membership.unwinding import lost_peer_in
 from workers.scripts import randomness
@@ -433,6 +434,8 @@ class Call:
 
     def is_over_with(self, error: Exception) -> bool:
         """Whether the script is to be called again after it has raised this."""
+        if gpu.fault_of(error, self.device):
+            return False  # the worker is lost, and nothing in this process goes on
         lost = lost_peer_in(error) or (self.group.failure if self.group else None)
         if lost is not None:
             self._member.collective_failed(lost)

@@ -27,7 +27,7 @@ from workers.distributed.exchange import gather_json
 from workers.measure import measure
 from workers.membership.events import Loop
 from workers.membership.member import Member
-from workers.membership.unwinding import lost_peer_in
+from workers.membership.unwinding import let_go, lost_peer_in
 from workers.nonfinite import Inspection, judge
 from workers.parallel.strategy import NoPasses, Passes
 from workers.reduction.reducers import Reduced, Reducer
@@ -72,8 +72,6 @@ class Session:
         """The micro-batch at hand, for error messages; without rows while it is being loaded."""
         self.attempted_step: int | None = None
         """The step at hand, likewise; None outside of steps."""
-        self.fitted_over = 0
-        """Members of the generation that has committed last, likewise."""
 
     # --- what a loop reads ---------------------------------------------------------
     @property
@@ -166,9 +164,8 @@ class Session:
         if self._open is not None or not self._spec.has_checkpoints:
             why = "inside a step's block" if self._open is not None else "without storage"
             raise RuntimeError(f"save() {why}; call it after the block, in a run with storage")
-        member = self._joined()
-        is_over = lambda: member.is_cancelled  # noqa: E731
-        return member.saver.save(member.train_state, member, is_over, is_pinned=pin)
+        by = self._joined()
+        return by.saver.save(by.train_state, by, lambda: by.is_cancelled, is_pinned=pin)
 
     def _take_logged(self) -> Logged:
         logged, self._logged = self._logged, {}
@@ -271,7 +268,7 @@ class Step:
         if error is None:
             return not self.committed and self._member.is_cancelled
         is_users = not self._is_agreed or (self.committed and lost_peer_in(error) is not None)
-        error = does_not_fit(error, self._member.world_size, self._session.fitted_over)
+        error = does_not_fit(error, self._member.world_size, self._member.strategy.fitted_over)
         return isinstance(error, StepCancelled) or (is_users and self._member.is_over_with(error))
 
     def _end(self, error: BaseException | None) -> bool:
@@ -280,6 +277,7 @@ class Step:
         self._session._passes.reset()
         self._member.train_state.casting.restore()
         if self._is_cancelled_with(error):
+            let_go(error, self._member.device)
             self._session._logged = self._carried  # the next attempt takes it again
             self._session.attempt = self._session.attempted_step = None
             self._member.strategy.reset()
@@ -444,7 +442,7 @@ class Step:
         measure(member, vote)
         if member.rank == 0:  # the others keep the step on record until the controller has it
             member.records.tell(member.machine.seat)
-        self.committed, session.fitted_over = True, member.world_size
+        self.committed = True
         self._vitals.enter("user")
 
     def _apply(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
@@ -491,9 +489,8 @@ class Step:
                 raise Repeated
             if not vote.has_unknown_names:
                 return prepared, vote, vector
-            logged = gather_json(group, ballot.log_names)
-            found = {name for of_rank in logged for name in of_rank}
-            train_state.log_names = tuple(sorted(found | set(train_state.log_names)))
+            found = set(train_state.log_names).union(*gather_json(group, ballot.log_names))
+            train_state.log_names = tuple(sorted(found))
 
     def _check_cancelled(self) -> None:
         if self._member.is_cancelled:

@@ -43,7 +43,7 @@ from workers.checkpoint.saver import Saver
 from workers.data.loader import LoadedBatch, Loader, LoaderLost
 from workers.data.placement import to_device
 from workers.data.supply import OpenFeed, Supply
-from workers.health import gpu, preflight, stacks, storage
+from workers.health import fingerprint, gpu, preflight, stacks, storage
 from workers.health.notice import Notice
 from workers.health.pulse_process import PulseProcess
 from workers.health.spot import SpotWatch
@@ -254,6 +254,7 @@ class Worker:
         preflight.check(device, self._gpu_name, spec.host)
         if spec.has_checkpoints:
             storage.check(spec.place, spec.host, is_newcomer=spec.is_newcomer)
+        fingerprint.check_recorded(spec, device)
         if why := untested():
             log.warning('torch is untested reason="%s"', why)
         open_backup = partial(BackupClient, spec, self._link.send)
@@ -328,7 +329,10 @@ class Worker:
             time.sleep(pause_s)
 
         load = partial(strategy.load, catalogue, recorded_step, known_step, begin_piece)
-        return patiently(load, rest)
+        damaged = patiently(load, rest)
+        if (said := fingerprint.to_record(self._spec, self._device)) is not None:
+            self._link.send(said)
+        return damaged
 
     def _warm_up(self) -> None:
         """A newcomer pays for its first pass (memory, kernels, caches) while the others train, a

@@ -162,7 +162,8 @@ def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
         return decision
     alive = sum(map(len, pool_sets(ledger))) + num_members(phase) - len(ledger.leaving)
     barred = losses.barred if at < losses.barred_until else 0
-    missing = limits.max_workers + limits.standby - alive - barred
+    refused = losses.refused.places if at < losses.refused.until else 0
+    missing = limits.max_workers + limits.standby - alive - barred - refused
     if missing <= 0:
         return decision
     begin = ledger.next_worker

@@ -9,8 +9,16 @@ from dataclasses import replace
 from functools import reduce
 
 from elastic.control.commands import Abort, Retire
-from elastic.control.detection.patience import lost_at, remember
 from elastic.control.events import CollectiveFailed, Committed, Suspended, WorkerLost
+from elastic.control.places import (
+    back_off,
+    back_off_s,
+    emptied,
+    for_the_next,
+    refuse,
+    remember_place,
+    toll,
+)
 from elastic.control.pool import explain, leave, move, names, num_members, top_up
 from elastic.control.resizing import in_force
 from elastic.control.scaling import regroup, staff, sync
@@ -19,7 +27,6 @@ from elastic.control.state import (
     NOBODY,
     Camp,
     Decision,
-    DeviceFault,
     Ending,
     Forming,
     Ledger,
@@ -32,9 +39,6 @@ from elastic.control.state import (
 )
 from elastic.protocol.membership import NumberSet, worker_name
 
-MAX_BACKOFF_S = 60
-BARRING = ("unreachable", "device_failed")
-"""A replacement may come to the same place: it is not asked for at once."""
 STANDBYS_S = 0.2
 """How long survivors that have all answered wait for a standby's copy of the state."""
 UNPREPARED = -1
@@ -59,7 +63,7 @@ def lose_member(
     """Of a generation that is at its end only where the state is sharded: the others get the lost
     rows, and end again."""
     lost = NumberSet.of((event.worker,))
-    ledger = remember_place(count_losses(ledger, lost), phase, event)
+    ledger = remember_place(count_losses(ledger, lost), phase, event, limits)
     if isinstance(phase, Suspending):
         phase = without_answer(phase, phase.membership.rank_of(event.worker))
         suspending = replace(phase, lost=phase.lost | lost, deadline=None, is_overdue=False)
@@ -76,38 +80,10 @@ def lose_member(
         f"{phase.membership.world_size} left, min {limits.min_workers}, "
         f"budget {ledger.losses.failures}/{limits.max_failures}"
     )
-    if event.slow_in is not None:
-        reason += f"{toll(ledger, event)}: the next one there has {limits.cold_patience_s:g} s"
+    reason += for_the_next(ledger, event, limits)
     called = call_standbys(ledger, suspending, event.at, limits)
     called = called._replace(commands=(*commands, *called.commands))
     return settle(explain(reason, called), event.at, limits)
-
-
-def remember_place(ledger: Ledger, phase: Phase, event: WorkerLost) -> Ledger:
-    """Where another worker might be lost in the same way: on that machine, in that part of a step,
-    or with a state that is too large for a newcomer."""
-    if event.cause in BARRING:
-        barred = ledger.losses.barred + 1 if event.at < ledger.losses.barred_until else 1
-        ledger = ledger.with_losses(barred=barred, barred_until=event.at + MAX_BACKOFF_S)
-    if event.cause == "device_failed":
-        ledger = remember_device(ledger, event)
-    if event.slow_in is not None:
-        costly = remember(ledger.losses.costly, event.slow_in, event.worker)
-        ledger = ledger.with_losses(costly=costly)
-    if isinstance(phase, Forming) and event.worker in phase.newcomers:
-        ledger = back_off(ledger, event.at)
-    return ledger
-
-
-def remember_device(ledger: Ledger, event: WorkerLost) -> Ledger:
-    """Several GPUs may fail at once with what connects them. Those that fail one after the other,
-    in attempts at the same step, are in order."""
-    device, known = event.why.partition(" has failed")[0], ledger.losses.device_fault
-    fault = DeviceFault(ledger.step, ledger.generation, device)
-    if known.step == fault.step:
-        is_another = known.generation != fault.generation and known.device != device
-        fault = replace(known, then=device) if is_another else known
-    return ledger.with_losses(device_fault=fault)
 
 
 def call_standbys(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:
@@ -127,14 +103,6 @@ def told(event: WorkerLost) -> str:
     return f"{event.cause}: {event.why}" if event.why else event.cause
 
 
-def toll(ledger: Ledger, event: WorkerLost) -> str:
-    """Whom the place has cost where the worker was lost; empty if that is not why."""
-    if event.slow_in is None:
-        return ""
-    lost = lost_at(ledger.losses.costly, event.slow_in)
-    return f"; {event.slow_in} took the life of {names(lost)}"
-
-
 def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
     """A worker of the pool is gone."""
     had_state, had_notice = event.worker in ledger.with_state, event.worker in ledger.leaving
@@ -146,10 +114,13 @@ def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limit
         reason = f"{worker_name(event.worker)} is gone ({event.cause}), as it had said"
         return explain(reason, top_up(staff(ledger, phase, event.at, limits), event.at, limits))
     ledger = back_off(ledger, event.at)
+    if event.cause == "unfit" and not isinstance(phase, Waiting):
+        ledger = refuse(ledger, event.at)
     stillborn = ledger.losses.stillborn
     reason = (
         f"{worker_name(event.worker)} lost ({told(event)}) before it took part, "
         f"number {stillborn} in a row, next spawn in {back_off_s(stillborn):g} s"
+        f"{emptied(ledger, event)}"
     )
     if isinstance(phase, Waiting) and stillborn > limits.max_failures:
         reason = (
@@ -158,16 +129,6 @@ def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limit
         )
         return finish(ledger, phase, "failed", reason)
     return explain(reason, top_up(staff(ledger, phase, event.at, limits), event.at, limits))
-
-
-def back_off(ledger: Ledger, at: float) -> Ledger:
-    """A worker has failed before it took part, and so may the next one."""
-    stillborn = ledger.losses.stillborn + 1
-    return ledger.with_losses(stillborn=stillborn, respawn_at=at + back_off_s(stillborn))
-
-
-def back_off_s(stillborn: int) -> float:
-    return min(2 ** min(stillborn, 6), MAX_BACKOFF_S) / 2
 
 
 def lose_state(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:

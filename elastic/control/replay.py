@@ -103,6 +103,7 @@ _CLASSES = registry(
     state.Saves,
     state.Losses,
     state.DeviceFault,
+    state.Refused,
     state.Notice,
     Nodes,
     Parallel,

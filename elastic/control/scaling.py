@@ -331,7 +331,8 @@ def announced(
 def formed(ledger: Ledger, phase: Forming, at: float, limits: Limits) -> Decision:
     """Everybody has joined."""
     if phase.newcomers:
-        ledger = ledger.with_losses(stillborn=0)
+        refused = replace(ledger.losses.refused, in_a_row=0)
+        ledger = ledger.with_losses(stillborn=0, refused=refused)
     membership = phase.membership
     reason = f"generation {membership.generation} has formed"
     if phase.then_pause:

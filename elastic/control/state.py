@@ -92,9 +92,22 @@ class DeviceFault:
     """By its name, as its worker called it."""
     then: str = ""
     """Another one that has failed in a later attempt at the same step: it is not the GPUs."""
+    at: float = 0.0
 
 
-NO_DEVICE_FAULT = DeviceFault(-1, 0, "")
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Newcomers whose machines are unfit for a run that goes on without them."""
+
+    in_a_row: int = 0
+    """Since a newcomer has joined."""
+    places: int = 0
+    """So many stay empty: a replacement may come to the same machine..."""
+    until: float = 0.0
+    """...before this time."""
+
+
+NO_DEVICE_FAULT, NOBODY_REFUSED = DeviceFault(-1, 0, ""), Refused()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +138,7 @@ class Losses:
     """So many members had no memory for a step, which more had: it takes more than these."""
     device_fault: DeviceFault = NO_DEVICE_FAULT
     """The first one of the step at hand."""
+    refused: Refused = NOBODY_REFUSED
 
 
 NO_SAVES, NO_LOSSES = Saves(), Losses()

@@ -24,7 +24,12 @@ from elastic.observe.anatomy import SharesByStep
 from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
-from elastic.protocol.messages.to_controller import Planned, ScriptLevel, ScriptSteps
+from elastic.protocol.messages.to_controller import (
+    Fingerprint,
+    Planned,
+    ScriptLevel,
+    ScriptSteps,
+)
 from elastic.protocol.step_record import NONE_APPLIED, OF_OPTIMIZER, AppliedRecord, StepRecord
 from elastic.store.before import Before, look_at
 from elastic.store.catalogue import Damage
@@ -188,13 +193,15 @@ class Recorder:
     def _reopen(self) -> tuple[RunDirectory, DecisionLog] | None:
         """In the writer's thread."""
         storage, name = self.order["storage"], self.order["name"]
-        if read_json(open_folder(storage).at(name), "config.json") is None:
+        content = read_json(open_folder(storage).at(name), "config.json")
+        if content is None:
             return None
         directory = self._kind(storage, name, launch=self.order["run_id"])
         past = read_past(directory.directory, self.order["run_id"], self.limits, directory.RECORD)
         if past is None:
             directory.close()
             return None
+        self.order["content"] = content
         return directory, past
 
     @property
@@ -257,8 +264,17 @@ class Recorder:
         self.note("planned", encode(said))
         costs = dict(zip(said.blocks, said.costs, strict=True))
         is_known = before is not None and (before.blocks, before.costs) == (said.blocks, said.costs)
-        if costs and self.directory is not None and not is_known:
-            content = {**self.order["content"], "block_costs": costs}
+        if costs and not is_known:
+            self._add_to_config(block_costs=costs)
+
+    def record_fingerprint(self, said: Fingerprint) -> None:
+        """In config.json, as of the machine on which the run has begun: it is resumed on such."""
+        if "fingerprint" not in self.order["content"]:
+            self._add_to_config(fingerprint=dict(said.facts))
+
+    def _add_to_config(self, **found: Any) -> None:
+        self.order["content"] = content = {**self.order["content"], **found}
+        if self.directory is not None:
             self.writer.write(write_config, self.directory, content)
 
     def record_level(self, said: ScriptLevel) -> None:

@@ -41,6 +41,7 @@ from elastic.on_ray.placement.waiting import (
 )
 from elastic.protocol.membership import worker_name
 from elastic.protocol.messages.to_controller import (
+    Fingerprint,
     OfScript,
     Planned,
     ScriptLevel,
@@ -308,10 +309,12 @@ class Supervisor:
         self.record.note("unprotected", fields)
         self._status_due.set()
 
-    def on_planned(self, said: Planned | OfScript) -> None:
+    def on_planned(self, said: Planned | OfScript | Fingerprint) -> None:
         """How the members of a generation share the model; at which level their script runs, where
-        it is, and its steps."""
+        it is, and its steps; what the bits depend on."""
         match said:
+            case Fingerprint():
+                self.record.record_fingerprint(said)
             case Planned():
                 for warning in said.warnings:
                     log.warning('generation=%d reason="%s"', said.generation, warning)

@@ -150,6 +150,8 @@ def config_json(
     if source is not None and source.is_file():
         sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
         values |= {"target_file": str(source), "target_sha256": sha256}
+    if past is not None and past.has_trained and "fingerprint" in past.config:
+        values["fingerprint"] = past.config["fingerprint"]  # of the machine it has begun on
     salt = None if past is None else salt_of(past.config)
     return redacted(json.loads(encode(values)), salt)
 

@@ -198,7 +198,7 @@ class RayCluster:
             return
         record.has_failed, why = True, record.failure or fallback
         if self._is_node_s_fault(record):
-            self.lost(worker, "start_failed", " ".join(why.split()))  # a reason is one line
+            self.lost(worker, record.failed_as, " ".join(why.split()))  # a reason is one line
         else:
             self.wrong_input = self.wrong_input or record.wrong_input
             self.say(e.UserFailed(worker, why, self.now()))
@@ -410,7 +410,7 @@ class RayCluster:
                 self.host.record.record_anatomy(worker, rows)
             case r.Held():
                 self.progress.commits.hear_held(report)
-            case r.Planned() | r.ScriptLevel() | r.ScriptMove() | r.ScriptSteps():
+            case r.Planned() | r.ScriptLevel() | r.ScriptMove() | r.ScriptSteps() | r.Fingerprint():
                 self.host.on_planned(report)
             case r.Protected():
                 self.protection.hear(worker, report)

@@ -16,7 +16,7 @@ from elastic.control.detection.patience import Costly, PhaseOfStep
 from elastic.on_ray.backup.servers import BackupServers
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.slots import Slot
-from elastic.protocol.messages.to_controller import OfScript, PartSaved, Planned
+from elastic.protocol.messages.to_controller import Fingerprint, OfScript, PartSaved, Planned
 from elastic.protocol.step_record import AppliedRecord, StepRecord
 from elastic.store.catalogue import Damage
 
@@ -72,7 +72,7 @@ class Host(Protocol):
 
     def on_unprotected(self, fields: dict[str, Any]) -> None: ...
 
-    def on_planned(self, said: Planned | OfScript) -> None: ...
+    def on_planned(self, said: Planned | OfScript | Fingerprint) -> None: ...
 
     def costly(self) -> tuple[Costly, ...]: ...
 

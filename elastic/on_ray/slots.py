@@ -88,6 +88,11 @@ class Slot:
         self.peer_address = process.peer_address
 
     @property
+    def failed_as(self) -> str:
+        """The cause of a newcomer's loss by its failure."""
+        return "unfit" if self.is_unfit else "start_failed"
+
+    @property
     def own_s(self) -> float | None:
         """Its own seconds per micro-batch, waiting for peers apart; None before its first step."""
         has_stepped = self.watch is not None and self.watch.heartbeat.own.steps

@@ -30,7 +30,7 @@ OfGeneration: TypeAlias = (
     | r.Done
     | r.Ended
 )
-Lasting: TypeAlias = r.Protected | r.UserFailed | r.WrongInput | r.ScriptLevel
+Lasting: TypeAlias = r.Protected | r.UserFailed | r.WrongInput | r.ScriptLevel | r.Fingerprint
 """True until the next of its kind."""
 PLACES, IN_PLACE = get_args(Place), get_args(InPlace)
 MAX_CONCLUDED = 16

@@ -10,6 +10,7 @@ CAUSES = (
     "diverged",  # its replica has other bits than the majority's
     "join_timeout",  # it did not join its generation in time, nor answer when that was given up
     "start_failed",  # it died before its model was built
+    "unfit",  # its machine cannot serve the run, or its results would have other bits
 )
 """Values of `cause` in result.json's recoveries and of a WorkerLost event."""
 

@@ -104,6 +104,9 @@ def test_a_step_that_fails_on_two_gpus_one_after_the_other_is_the_programs():
         ledger, Running(form.membership), committed, broken(1, "b", 11.0), limits=limits
     )
     assert not isinstance(phase, Finished), "of another step it is the GPU's"
+    later = 9.0 + limits.cold_patience_s
+    _, phase, _ = play(ledger, Running(form.membership), broken(1, "b", later), limits=limits)
+    assert not isinstance(phase, Finished), "a script's step lasts from one report to the next"
 
 
 def test_gpus_that_fail_at_once_or_the_same_one_again_are_losses():

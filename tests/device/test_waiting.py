@@ -43,30 +43,58 @@ def finish(rank, meeting, *, in_passes=False, vitals=None, on_group=lambda group
         _member=SimpleNamespace(device=where, group=group, load=1.0), _vitals=vitals, _ids=range(1)
     )
     step._end_passes = functools.partial(Step._end_passes, step)
-    vitals.enter("compute")
     vitals.begin_step()
+    vitals.enter("compute")
     return Step._finish(step, Sums(group, where, in_passes=in_passes))
+
+
+class Held:
+    """Device 1 is stuck in a kernel until all ranks have shown for `STUCK_S` that they wait for
+    it. A busy machine may take any time before and after."""
+
+    def __init__(self, expected):
+        """expected: phases of the ranks, and whether they tell in which collective they gather."""
+        self.vitals = [Vitals() for _ in expected]
+        self._expected, self._all_there = expected, threading.Barrier(len(expected) + 1)
+        self.seen, self.held_s, self._began = [], 0.0, 0.0
+        self._looks = threading.Thread(target=self._look)
+        device.stick("mul", device=1)
+
+    def on_group(self, group):
+        if group.rank() == 1:
+            self._began = time.monotonic()
+            self._looks.start()
+        self._all_there.wait(60)
+
+    def _look(self):
+        self._all_there.wait(60)
+        give_up_at = time.monotonic() + 30
+        while self._see() != self._expected and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        shown_at = time.monotonic()
+        time.sleep(STUCK_S)
+        self.seen, self.held_s = self._see(), time.monotonic() - shown_at
+        device.release()
+
+    def _see(self):
+        return [(v.phase, v.phase == "gather" and v._collective[1] > 0) for v in self.vitals]
+
+    def check(self):
+        """Once the ranks are done."""
+        took_s = time.monotonic() - self._began
+        self._looks.join()
+        assert self.seen == self._expected
+        own = [v.own.seconds for v in self.vitals]
+        assert self.held_s <= own[1] <= took_s
+        assert max(own[0], own[2]) <= took_s - self.held_s
 
 
 @pytest.mark.parametrize(("in_passes", "waiting"), [(False, "reduce"), (True, "gather")])
 def test_a_kernel_that_never_ends_is_its_own_ranks_and_the_others_wait(in_passes, waiting):
-    vitals, seen = [Vitals() for _ in range(3)], []
-    device.stick("mul", device=1)
-
-    def look():
-        seen.extend((v.phase, v._collective[1] > 0) for v in vitals)
-        device.release()
-
-    threading.Timer(STUCK_S, look).start()
-    all_good(
-        run_ranks(3, lambda r, m: finish(r, m, in_passes=in_passes, vitals=vitals[r]).gradients)
-    )
-    assert [phase for phase, _ in seen] == [waiting, "compute", waiting]
-    if in_passes:
-        assert seen[0][1], "the collective is told"
-    own = [v.own.seconds for v in vitals]
-    assert STUCK_S / 2 < own[1] < 1.5 * STUCK_S
-    assert max(own[0], own[2]) < STUCK_S / 2
+    held = Held([(waiting, in_passes), ("compute", False), (waiting, in_passes)])
+    told = {"in_passes": in_passes, "on_group": held.on_group}
+    all_good(run_ranks(3, lambda r, m: finish(r, m, vitals=held.vitals[r], **told).gradients))
+    held.check()
 
 
 def test_nccls_own_notice_of_a_lost_peer_ends_the_wait():

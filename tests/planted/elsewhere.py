@@ -299,8 +299,8 @@ ELSEWHERE = (
     Mutation(
         "a device that has failed in a save is only a failed save",
         "workers/checkpoint/saver.py",
-        "            self._fault = error if",
-        "            self._fault = None if",
+        "        if is_gone(error):\n            self._fault",
+        "        if False:\n            self._fault",
         "tests/device/test_faults.py",
     ),
     Mutation(

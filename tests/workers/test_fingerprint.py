@@ -1,6 +1,7 @@
 """Who computes other bits than the members joins no run that promises bits."""
 
 import ctypes
+import json
 import threading
 from dataclasses import replace
 
@@ -54,6 +55,57 @@ def two(reduction):
     return [replace(spec(reduction), worker=w, host=f"10.0.0.{w}") for w in range(2)]
 
 
+RECORDED = dict(OURS.facts)
+OF_RUN = "does not compute as the machine on which this run has begun"
+
+
+@pytest.mark.parametrize(
+    ("facts", "difference"),
+    [
+        ((*H100[:2], ("driver", "590.48.01"), (fingerprint.BITS, "aa")),
+         "driver 590.48.01 here and 580.159.04 there"),
+        ((*H100, (fingerprint.BITS, "bb")), "bits of a fixed computation bb here and aa there"),
+        (((fingerprint.BITS, "aa"),), "no GPU here, NVIDIA H100 80GB HBM3 there"),
+    ],
+)  # fmt: skip
+def test_a_run_goes_on_where_its_bits_are_computed_as_they_were(facts, difference):
+    own = Fingerprint("w0 on node 10.0.0.1", facts)
+    with pytest.raises(UnfitNode) as met:
+        fingerprint.compare_recorded(own, RECORDED)
+    assert str(met.value).startswith(f"w0 on node 10.0.0.1 {OF_RUN} ({difference}), and")
+    fingerprint.compare_recorded(OURS, RECORDED)
+
+
+def test_what_is_recorded_is_looked_at_where_bits_are_a_promise_and_kept(tmp_path):
+    here = replace(spec("bitwise"), place=str(tmp_path), has_checkpoints=True)
+    fingerprint.check_recorded(here, CPU)
+    (tmp_path / "config.json").write_text(json.dumps({"steps": 9}))
+    fingerprint.check_recorded(here, CPU)
+    (tmp_path / "config.json").write_text(json.dumps({"fingerprint": RECORDED}))
+    with pytest.raises(UnfitNode, match=OF_RUN):
+        fingerprint.check_recorded(here, CPU)
+    fingerprint.check_recorded(replace(here, reduction="fast"), CPU)
+    fingerprint.check_recorded(replace(here, has_checkpoints=False), CPU)
+
+
+def test_a_store_that_is_away_keeps_no_newcomer_from_joining(monkeypatch):
+    def away(place):
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(fingerprint, "reach_folder", away)
+    fingerprint.check_recorded(
+        replace(spec("bitwise"), has_checkpoints=True, is_newcomer=True), CPU
+    )
+
+
+def test_what_bits_depend_on_is_recorded_of_gpus(monkeypatch):
+    monkeypatch.setattr(fingerprint, "fingerprint_of", lambda spec, device: OURS)
+    gpu_0 = torch.device("cuda", 0)
+    assert fingerprint.to_record(spec("bitwise"), gpu_0).facts == OURS.facts
+    assert fingerprint.to_record(spec("fast"), gpu_0) is None
+    assert fingerprint.to_record(spec("bitwise"), CPU) is None
+
+
 def connects(specs):
     return [alike(connect_for(CPU, "127.0.0.1"), s, CPU) for s in specs]
 
@@ -64,6 +116,11 @@ def test_a_fixed_computation_has_the_same_bits_again_and_draws_nothing():
     assert first.facts == fingerprint.fingerprint("w1", CPU).facts
     assert torch.equal(torch.get_rng_state(), before)
     assert [name for name, _ in first.facts] == [fingerprint.BITS], "a CPU's bits alone decide"
+
+
+def test_where_a_workload_makes_its_tensors_changes_no_bit():
+    with torch.device("meta"):
+        assert fingerprint.computed.__wrapped__(CPU) == fingerprint.computed(CPU)
 
 
 def test_workers_whose_bits_are_equal_form_a_group():

@@ -182,6 +182,7 @@ def test_a_newcomer_without_memory_for_the_copy_leaves_alone_and_says_why():
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (RuntimeError("the size of tensor a must match"), False),
     ],

@@ -54,3 +54,18 @@ def test_a_formation_that_is_given_up_leaves_no_thread():
         thread.join(1.0)
         assert not thread.is_alive()
     rendezvous.forget()
+
+
+def raises(error):
+    def connect(given_up):
+        raise error
+
+    return connect
+
+
+def test_a_device_that_fails_in_forming_is_this_workers_loss_and_no_peers():
+    fault = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+    with pytest.raises(torch.AcceleratorError):
+        process_group.Formation(raises(fault)).wait(60.0)
+    with pytest.raises(PeerLost, match="forming failed: refused"):
+        process_group.Formation(raises(RuntimeError("refused"))).wait(60.0)

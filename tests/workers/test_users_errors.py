@@ -1,10 +1,15 @@
 """What user code raises in a step or an evaluation whose generation is over is no failure of it."""
 
+import weakref
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
 from tests.workers.session_rig import Rig, Tiny, abort
+from workers.health import gpu
+from workers.parallel import over_shards
 from workers.train_state.digest import weights_sha256
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -91,7 +96,7 @@ def test_a_step_without_memory_among_fewer_members_waits_for_more_of_them(rig):
         go_on(rig)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nhint")
 
-    rig.workload.trouble, rig.session.fitted_over = trouble, 2
+    rig.workload.trouble, rig.strategy.fitted_over = trouble, 2
     assert not rig.step().committed
     ((said, _),) = rig.link.of("collective_failed")
     assert (said["too_few"], said["is_explained"], said["is_refused"]) == (1, True, False)
@@ -101,6 +106,60 @@ def test_a_step_without_memory_among_fewer_members_waits_for_more_of_them(rig):
     )
     assert rig.step().committed
     assert weights_sha256(rig.train_state.model) == calm_hash(2)
+
+
+def test_behind_the_vote_the_error_says_what_did_fit(rig):
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    rig.strategy.fitted_over, rig.strategy.apply = 2, lambda update: raise_(error)
+    with pytest.raises(torch.OutOfMemoryError):
+        rig.step()
+    (note,) = error.__notes__
+    assert note == "step and state fit over 2 workers, and not over 1: CUDA out of memory"
+
+
+def test_a_cancelled_step_holds_nothing_of_its_forward_when_the_next_state_comes(rig, monkeypatch):
+    held = []
+
+    def trouble():
+        activations = torch.ones(3)
+        held.append(weakref.ref(activations))
+        give_up(rig)
+        raise ValueError("no")
+
+    reset = rig.strategy.reset
+    monkeypatch.setattr(rig.strategy, "reset", lambda: held.append(held[0]()) or reset())
+    rig.workload.trouble = trouble
+    assert not rig.step().committed
+    assert held[1] is None
+
+
+def test_a_device_that_failed_with_a_peers_is_told_before_the_next_generation(rig, monkeypatch):
+    def touch(device):
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+    def trouble():
+        give_up(rig)
+        raise_(PeerLost("connection closed by peer"))
+
+    monkeypatch.setattr(gpu, "touch", touch)
+    rig.workload.trouble = trouble
+    with pytest.raises(torch.AcceleratorError):
+        rig.step()
+    assert rig.session.generation == 1
+
+
+def test_more_members_are_waited_for_only_where_they_share_the_state(rig, monkeypatch):
+    """A newcomer learns from the others over how many the last step did fit."""
+    made = Rig("bitwise", parallel="fsdp")
+    made.loader.close()
+    sharded = made.strategy
+    assert (rig.strategy.fitted_over, sharded.fitted_over) == (0, 0)
+    monkeypatch.setattr(over_shards, "gather_json", lambda group, mine: [[mine[0], 3], mine])
+    sharded.claims(MagicMock())
+    assert sharded.fitted_over == 3
+    monkeypatch.setattr(sharded.train_state, "apply", lambda *arguments: None)
+    sharded.apply(MagicMock())
+    assert sharded.fitted_over == 1
 
 
 def test_a_step_that_never_fitted_is_the_users(rig):

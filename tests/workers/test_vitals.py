@@ -160,3 +160,12 @@ def test_what_a_host_waits_for_in_the_middle_of_passes_is_its_devices_or_its_pee
     vitals.end_step(1)
     vitals.enter("vote")
     assert shown(vitals)["own"]["seconds"] == 7.0
+
+
+def test_a_script_that_tells_its_own_part_may_wait_for_its_device():
+    vitals = Vitals()
+    vitals.enter("compute")
+    vitals.tell_own(0.5, 0.0)
+    with vitals.waiting_for("compute"):
+        pass
+    assert shown(vitals)["own"]["seconds"] == 0.5

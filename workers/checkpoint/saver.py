@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from elastic.protocol.layout import Box, Position, TensorLayout, whole
@@ -24,6 +23,7 @@ from elastic.store.catalogue import Catalogue, file_name, launch_of
 from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
+from workers.distributed.device_errors import is_gone
 from workers.tensors.local import as_bytes, check_shard, layout_of, local, part_of
 from workers.train_state.owner import StateOwner
 from workers.train_state.snapshot import Arena, Snapshot
@@ -112,7 +112,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._saved = (0, 0)  # generation, step
         self._said: PartSaved | PartFailed | None = None
-        self._fault: torch.AcceleratorError | None = None
+        self._fault: Exception | None = None
         """Of the device, which can do nothing more."""
 
     def open(self, place: str) -> None:
@@ -136,7 +136,9 @@ class Saver:
     def after_step(self, train_state: TrainState, by: StateOwner, *, is_asked: bool) -> None:
         """Nobody is saving: begin if it is time, else see that memory for it is ready by then.
 
-        is_asked: by the controller, of all ranks."""
+        is_asked: by the controller, of all ranks. RuntimeError if the device has failed in a
+        save."""
+        self._check_device()
         if self.is_due(train_state.step) or (is_asked and train_state.step < self._spec.steps):
             self.begin(train_state, by)
         elif self._prepared != by.generation and self._spec.checkpoint_every is not None:
@@ -168,7 +170,7 @@ class Saver:
             self._link.concluded_saves.pop(train_state.step, None)
             pinned = replace(SavedPart.unpack(self._said.payload), is_pinned=True)
             self._say(replace(self._said, payload=pinned.pack()))
-        return Saving(train_state.step, self._link, is_over)
+        return Saving(train_state.step, self._link, lambda: is_over() or self._fault is not None)
 
     def begin(self, train_state: TrainState, by: StateOwner, *, is_pinned: bool = False) -> None:
         """Save the state of the last committed step, between steps. The saver must not be busy."""
@@ -221,6 +223,11 @@ class Saver:
             is_over = self._wait_moving(tell)
         if not is_over:
             self._say_stuck(by, train_state.step)
+        self._check_device()
+
+    def _check_device(self) -> None:
+        """RuntimeError if it has failed in a save: its worker is lost, and the checkpoint with it,
+        which is no fault of the storage."""
         if self._fault is not None:
             raise RuntimeError("this rank's part could not be copied") from self._fault
 
@@ -271,13 +278,19 @@ class Saver:
         except _GivenUp:
             log.info("generation=%d step=%d save given up", job.generation, job.step)
         except Exception as error:  # whatever it is: a checkpoint fails, and the run is told
-            message = f"{type(error).__name__}: {error}"
-            what = 'generation=%d step=%d save failed reason="%s"'
-            log.warning(what, job.generation, job.step, message)
-            self._fault = error if isinstance(error, torch.AcceleratorError) else self._fault
-            self._say(PartFailed(job.generation, job.rank, job.step, message))
+            self._fail(job, error)
         finally:
             self._memory.give(copies)
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        """What a device that can do nothing more has raised is told by the main thread instead."""
+        message = f"{type(error).__name__}: {error}"
+        what = 'generation=%d step=%d save failed reason="%s"'
+        log.warning(what, job.generation, job.step, message)
+        if is_gone(error):
+            self._fault = error
+        else:
+            self._say(PartFailed(job.generation, job.rank, job.step, message))
 
 
 def share(

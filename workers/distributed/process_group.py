@@ -28,6 +28,7 @@ from elastic.protocol.messages.to_worker import Form
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed import registry
 from workers.distributed.c10d import C10dGroup, Copies
+from workers.distributed.device_errors import is_gone
 from workers.distributed.device_wait import to_host
 from workers.distributed.group_spec import GroupSpec
 from workers.distributed.pending import (
@@ -337,8 +338,6 @@ class Alone(Group):
 
 
 AnyGroup = Group
-
-
 Connect = Callable[[GroupSpec], Group]
 """A backend's: the group, once all its members are here."""
 
@@ -360,7 +359,8 @@ class Formation:
         try:
             group = form(self._given_up)
         except Exception as e:
-            error = e if isinstance(e, UnfitNode) else PeerLost(f"forming failed: {e}")
+            is_own = isinstance(e, UnfitNode) or is_gone(e)
+            error = e if is_own else PeerLost(f"forming failed: {e}")
             error.__cause__ = None if error is e else e
         with self.changed:
             self._group, self._error = group, error
@@ -377,7 +377,7 @@ class Formation:
             group.abandon()
 
     def wait(self, timeout_s: float) -> Group:
-        """The group; PeerLost if it cannot be formed in `timeout_s` or is given up; UnfitNode."""
+        """The group; PeerLost if not formed in `timeout_s` or given up; UnfitNode; the device's."""
         with self.changed:
             self.changed.wait_for(
                 lambda: self._group or self._error or self._given_up.is_set(), timeout_s

@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ from torch.cuda import nccl
 
 from elastic.protocol.errors import UnfitNode
 from elastic.protocol.membership import worker_name
+from elastic.protocol.messages import to_controller as r
 from elastic.protocol.worker_spec import WorkerSpec
+from elastic.store.files import reach_folder, read_json
+from elastic.store.remote import patiently
 from workers.distributed.group_spec import GroupSpec
 from workers.distributed.process_group import Connect, Group
 from workers.health.nvml import nvml
@@ -63,6 +66,10 @@ def fingerprint(worker: str, device: torch.device) -> Fingerprint:
     return Fingerprint(worker, (*facts, (BITS, computed(place))))
 
 
+def fingerprint_of(spec: WorkerSpec, device: torch.device) -> Fingerprint:
+    return fingerprint(f"{worker_name(spec.worker)} on node {spec.host}", device)
+
+
 def _of_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
     found: Any = torch.cuda.get_device_properties(device)
     library = nvml()
@@ -82,15 +89,15 @@ def _of_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
 def computed(device: torch.device) -> str:
     """A hash of the results of a small network's forward, backward and optimizer's step. What it
     draws is drawn on the host, and nobody else's generator is touched."""
-    drawn = torch.Generator().manual_seed(SEED)
+    drawn = torch.Generator("cpu").manual_seed(SEED)
 
     def numbers(*size: int) -> Tensor:
-        return torch.randn(*size, generator=drawn).to(device)
+        return torch.randn(*size, generator=drawn, device="cpu").to(device)
 
     weights = [nn.Parameter(numbers(96, 64)), nn.Parameter(numbers(33, 96))]
     scale, shift = nn.Parameter(numbers(96)), nn.Parameter(numbers(96))
     table = nn.Parameter(numbers(17, 64))
-    chosen = torch.randint(0, 17, (48,), generator=drawn).to(device)
+    chosen = torch.randint(0, 17, (48,), generator=drawn, device="cpu").to(device)
     parameters = [*weights, scale, shift, table]
     with torch.enable_grad():
         hidden = torch.tanh(nn.functional.embedding(chosen, table) @ weights[0].T)
@@ -113,8 +120,7 @@ def alike(connect: Connect, spec: WorkerSpec, device: torch.device) -> Connect:
     them first. Raises UnfitNode in it, not in the others. Where bits are no promise, as it is."""
     if spec.reduction != "bitwise":
         return connect
-    name = worker_name(spec.worker)
-    own = fingerprint(f"{name} on node {spec.host}", device)
+    own = fingerprint_of(spec, device)
     log.info('fingerprint="%s"', "; ".join(f"{n} {value}" for n, value in own.facts))
     is_known = False
 
@@ -139,3 +145,44 @@ def compare(own: Fingerprint, first: Fingerprint) -> None:
             "reduction='bitwise' asks for equal bits: use machines of one kind, or "
             "reduction='fast'"
         )
+
+
+def check_recorded(spec: WorkerSpec, device: torch.device) -> None:
+    """Raises UnfitNode where the run is to repeat bits that it has begun with on other GPUs. A
+    store that is away keeps no newcomer from joining."""
+    if spec.reduction != "bitwise" or not spec.has_checkpoints:
+        return
+    read = partial(_recorded, spec.place)
+    try:
+        recorded = read() if spec.is_newcomer else patiently(read)
+    except OSError:  # it is compared with the first rank when it joins
+        if not spec.is_newcomer:
+            raise
+        return
+    if recorded:
+        compare_recorded(fingerprint_of(spec, device), recorded)
+
+
+def _recorded(place: str) -> dict[str, str]:
+    return (read_json(reach_folder(place), "config.json") or {}).get("fingerprint", {})
+
+
+def compare_recorded(own: Fingerprint, recorded: dict[str, str]) -> None:
+    """recorded: of config.json. Raises UnfitNode."""
+    there = Fingerprint("", tuple(recorded.items()))
+    has_gpu = "GPU" in dict(own.facts)
+    difference = own.unlike(there) if has_gpu else f"no GPU here, {recorded['GPU']} there"
+    if difference:
+        raise UnfitNode(
+            f"{own.worker} does not compute as the machine on which this run has begun "
+            f"({difference}), and reduction='bitwise' asks for equal bits: go on with it on "
+            "machines of that kind, or take its checkpoint into another run (elastic checkpoint "
+            "export and import)"
+        )
+
+
+def to_record(spec: WorkerSpec, device: torch.device) -> r.Fingerprint | None:
+    """For config.json, of a run on GPUs whose bits are a promise."""
+    if spec.reduction != "bitwise" or device.type != "cuda":
+        return None
+    return r.Fingerprint(fingerprint_of(spec, device).facts)

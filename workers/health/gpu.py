@@ -15,6 +15,7 @@ from elastic.protocol import nccl_settings
 from elastic.protocol.errors import UnfitNode, WrongInput
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.files import first_line
+from workers.distributed.device_errors import is_memory
 from workers.health.nvml import nvml
 
 SIOCGIFADDR = 0x8915
@@ -126,19 +127,26 @@ def fault_of(error: BaseException, device: torch.device) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, torch.AcceleratorError):
-            return "" if is_assertion(cause) else str(cause).splitlines()[0]
+            return "" if is_programs(cause) else str(cause).splitlines()[0]
         cause = cause.__cause__ or cause.__context__
-    return "" if device.type == "cpu" else _fault_now(device)
+    return _fault_now(device)
+
+
+def touch(device: torch.device) -> None:
+    """Without a wait. Raises torch.AcceleratorError if the device has failed."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).query()
 
 
 def _fault_now(device: torch.device) -> str:
     """An error that was raised as another one, or swallowed, stays the device's."""
     try:
-        torch.accelerator.current_stream(device).query()
+        touch(device)
     except torch.AcceleratorError as error:
-        return "" if is_assertion(error) else str(error).splitlines()[0]
+        return "" if is_programs(error) else str(error).splitlines()[0]
     return ""
 
 
-def is_assertion(error: torch.AcceleratorError) -> bool:
-    return getattr(error, "error_code", None) == CUDA_ERROR_ASSERT
+def is_programs(error: torch.AcceleratorError) -> bool:
+    """Of an assertion, or of memory."""
+    return is_memory(error) or getattr(error, "error_code", None) == CUDA_ERROR_ASSERT

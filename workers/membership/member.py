@@ -26,6 +26,7 @@ from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers.checkpoint.saver import Saver
 from workers.distributed.backends import connect_for
+from workers.distributed.device_errors import is_gone
 from workers.distributed.exchange import gather_json
 from workers.distributed.pieces import ROUND_OF_JOINING, Pieces
 from workers.distributed.process_group import AnyGroup, OwnGroup
@@ -270,7 +271,7 @@ class Member:
         if lost := lost_peer_in(error):
             self.collective_failed(lost)
         is_over = isinstance(error, Exception) and self.is_cancelled
-        is_over &= not isinstance(error, torch.AcceleratorError)  # the device is no more
+        is_over &= not is_gone(error)
         if is_over and lost is None:
             what = 'generation=%d step=%d cancelled reason="given up before user code raised %s"'
             log.warning(what, self.generation, self.step, in_words(error))

@@ -1,7 +1,12 @@
 """What a member raises through the user's code, which must not catch it: no Exceptions; and what it
 looks for in the exceptions of that code."""
 
+from traceback import clear_frames
+
+import torch
+
 from elastic.protocol.errors import PeerLost
+from workers.health import gpu
 
 
 class RunEnded(BaseException):
@@ -11,6 +16,13 @@ class RunEnded(BaseException):
 class RolledBack(BaseException):
     """The run went back to a checkpoint in the middle of the user's code outside steps; unwinds
     the user's loop, which begins again."""
+
+
+def let_go(error: BaseException | None, device: torch.device) -> None:
+    """Of a cancelled step: what its frames hold is freed, which the next state needs. Raises
+    torch.AcceleratorError if the device has failed with a peer's: they are lost together."""
+    gpu.touch(device)
+    clear_frames(error.__traceback__ if error else None)
 
 
 def lost_peer_in(error: BaseException) -> PeerLost | None:

@@ -57,6 +57,7 @@ class Replicated:
 
     is_whole = True
     is_runnable = True
+    fitted_over = 0
 
     def __init__(
         self, spec: WorkerSpec, train_state: TrainState, build_again: Callable[[], TrainState]

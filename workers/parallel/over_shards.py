@@ -45,6 +45,7 @@ class OverShards:
         self._split_model, self.shards, self.backup = split_model, shards, backup
         self.mesh = Mesh(spec.parallel, 1)
         """Of the generation at hand."""
+        self.fitted_over = 0
         self._group: AnyGroup | None = None
         self._gathering: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -81,9 +82,11 @@ class OverShards:
 
     # --- a generation begins --------------------------------------------------------------
     def claims(self, formed: Formed) -> list[Ownership]:
-        """What each rank holds. A collective; raises PeerLost. After it the work begins that grows
-        with the state."""
-        claimed = gather_json(formed.group, self.shards.holding.to_json())
+        """What each rank holds, and over how many the last step did fit, which a newcomer does not
+        know. A collective; raises PeerLost. After it the work begins that grows with the state."""
+        mine = [self.shards.holding.to_json(), self.fitted_over]
+        claimed, fitted_over = zip(*gather_json(formed.group, mine), strict=True)
+        self.fitted_over = max(fitted_over)
         formed.on_connected()
         formed.pieces.begin()
         return [Ownership.from_json(c) for c in claimed]
@@ -126,6 +129,7 @@ class OverShards:
 
     def apply(self, update: Update) -> None:
         self.train_state.apply(update)
+        self.fitted_over = self.mesh.world_size
 
     def reset(self) -> None:
         pass

@@ -145,6 +145,7 @@ class Sharded(OverShards):
 
     def apply(self, update: Update) -> None:
         self.train_state.apply(update, step_on_shards)
+        self.fitted_over = self.mesh.world_size
 
     def reset(self) -> None:
         self.model.reset()

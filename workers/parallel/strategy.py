@@ -145,6 +145,9 @@ class Strategy(Protocol):
     is_whole: bool
     """Every member holds all of the state: a newcomer copies it from one of them and follows its
     steps, and whoever has prepared a step can be rolled forward to it alone."""
+    fitted_over: int
+    """Members of the generation that has committed last; 0: before the first step, and where more
+    members leave each of them no more memory."""
 
     # --- what this worker holds -------------------------------------------------------
     @property

@@ -11,9 +11,11 @@ import torch
 
 from elastic.protocol.errors import DoesNotFit
 from elastic.store.files import first_line
+from workers.distributed.device_errors import is_memory
 
-REFUSED = "can't allocate memory"
-"""In torch's RuntimeError for the host; for a device it has a class."""
+REFUSED = "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
+"""In torch's RuntimeError for the host, and for a library's own memory on a device; for its
+allocator's it has a class."""
 
 
 class OutOfMemory(BaseException):
@@ -34,17 +36,19 @@ def told_as_loss(doing: str) -> Iterator[None]:
 def does_not_fit(error: BaseException, world_size: int, fitted_over: int) -> BaseException:
     """`error`, or DoesNotFit in its place if it is of memory, in a step of fewer members than those
     who committed the one before: the run waits for more of them, and nobody is lost."""
-    is_memory = isinstance(error, Exception) and says_no_memory(error)
-    if not is_memory or world_size >= fitted_over:
+    is_shortage = isinstance(error, Exception) and says_no_memory(error)
+    if not is_shortage or world_size >= fitted_over:
         return error
     text = (
         f"step and state fit over {fitted_over} workers, and not over {world_size}: "
         f"{first_line(error)}"
     )
+    error.add_note(text)  # behind the vote it is the run's end
     return DoesNotFit(text, world_size)
 
 
 def says_no_memory(error: Exception) -> bool:
-    is_host = isinstance(error, RuntimeError) and REFUSED in str(error)
+    is_told = isinstance(error, RuntimeError) and any(words in str(error) for words in REFUSED)
     is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return is_host or is_system or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    is_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return is_told or is_system or is_of_memory or is_memory(error)

@@ -64,6 +64,14 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What the bits of a run on GPUs depend on beside the program, where it is to repeat them; said
+    before `Loaded`."""
+
+    facts: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Synced:
     step: int
 
@@ -334,6 +342,7 @@ class DrainNotice:
 Report: TypeAlias = (
     Introduction
     | Started
+    | Fingerprint
     | Loaded
     | Synced
     | SyncFailed
