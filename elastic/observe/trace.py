@@ -26,7 +26,7 @@ def rows_of(folder: Folder, step: int | None) -> tuple[list[Row], list[int]]:
     near: list[int] = []
     num_earlier = 0
     for row in traced(folder):
-        step = row["step"] if step is None else step
+        step = int(row["step"]) if step is None else step
         if row["step"] == step:
             if not found or row["generation"] == next(iter(found.values()))["generation"]:
                 found.setdefault(row["rank"], row)
