@@ -6,7 +6,7 @@ Losses are in recovery.py, the end of the run is in shutdown.py.
 from dataclasses import replace
 
 from elastic.control.checkpointing import drop_save
-from elastic.control.commands import Form, Load, Pause, Sync
+from elastic.control.commands import Command, Form, Load, Pause, Sync
 from elastic.control.planning import plan, shortage, wants_nodes
 from elastic.control.pool import (
     arrivals,
@@ -110,7 +110,31 @@ def staff_running(ledger: Ledger, phase: Running, at: float, limits: Limits) -> 
     if can_leave and is_due(ledger, leavers, at):
         reason = f"pause to let {names(leavers)} leave"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
-    return sync(ledger, phase, membership.workers, num_staying, at, limits)
+    decision = sync(ledger, phase, membership.workers, num_staying, at, limits)
+    return copying_ahead(decision, membership, limits)
+
+
+def copying_ahead(decision: Decision, membership: Membership, limits: Limits) -> Decision:
+    """Of a model in stages a newcomer copies, while the members train, what it will have if all who
+    are on their way get in, and if those who are to leave do."""
+    if limits.parallel.pp == 1 or not decision.commands:
+        return decision
+    ledger, members = decision.ledger, membership.workers
+    staying = tuple(w for w in members if w not in ledger.leaving)
+    coming = (ledger.synced | ledger.syncing) - ledger.leaving
+    workers = (*staying, *first(coming, limits.max_workers - len(staying)))
+    order = plan(limits.parallel, members, ledger.nodes).order
+    next_order = plan(limits.parallel, workers, ledger.nodes).order
+
+    def with_plan(command: Command) -> Command:
+        if not isinstance(command, Sync) or command.worker not in workers:
+            return command
+        rank, size = workers.index(command.worker), len(workers)
+        return replace(
+            command, members=members, order=order, rank=rank, world_size=size, next_order=next_order
+        )
+
+    return decision._replace(commands=tuple(map(with_plan, decision.commands)))
 
 
 def leavers_of(ledger: Ledger, members: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ they can put together from live rows, own copies and holders' copies, and go bac
 checkpoint if there is none. The shell's own `Commits` says when a step goes on record.
 """
 
+from dataclasses import replace
+
 from elastic.control import commands as c
 from elastic.control.events import Event
 from elastic.protocol.messages.to_worker import Form
@@ -127,6 +129,15 @@ def covers(rows: list[Rows], label: tuple[int, int]) -> bool:
 
 class RareSnapshots(ShardedCluster):
     every = 3
+
+
+class StagesCluster(ShardedCluster):
+    """Newcomers copy ahead what they are likely to get."""
+
+    def execute(self, command: c.Command) -> None:
+        if isinstance(command, c.Sync):
+            command = replace(command, members=(command.source,))
+        super().execute(command)
 
 
 class LargeStates(ShardedCluster):

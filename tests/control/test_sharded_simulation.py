@@ -11,7 +11,12 @@ from elastic.control.state import Finished
 from tests.control.fake_group import Group
 from tests.control.fake_parts import Rows
 from tests.control.faults import Faults
-from tests.control.sharded_cluster import LargeStates, RareSnapshots, ShardedCluster
+from tests.control.sharded_cluster import (
+    LargeStates,
+    RareSnapshots,
+    ShardedCluster,
+    StagesCluster,
+)
 from tests.control.slices import seeds
 from tests.control.test_simulation import check_end, scenario, simulate
 
@@ -19,7 +24,8 @@ NUM_SEEDS = 1200
 
 
 @pytest.mark.parametrize(
-    ("kind", "holder_losses"), [(ShardedCluster, 0), (ShardedCluster, 3), (RareSnapshots, 0)]
+    ("kind", "holder_losses"),
+    [(ShardedCluster, 0), (StagesCluster, 3), (RareSnapshots, 0)],
 )
 @pytest.mark.parametrize("part", seeds(150, NUM_SEEDS))
 def test_sharded_runs_with_faults_end_with_all_steps(

@@ -20,6 +20,7 @@ from elastic.store.catalogue import Catalogue, Damage
 from workers.backup.backup import Backup
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
+from workers.parallel.ahead import PartAhead
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards
 from workers.step.vote import Loss
@@ -145,6 +146,12 @@ class Strategy(Protocol):
     is_whole: bool
     """Every member holds all of the state: a newcomer copies it from one of them and follows its
     steps, and whoever has prepared a step can be rolled forward to it alone."""
+
+    @property
+    def ahead(self) -> PartAhead | None:
+        """How a newcomer copies a part of the state while the others train; None: it gets it when a
+        generation forms."""
+        ...
 
     # --- what this worker holds -------------------------------------------------------
     @property
