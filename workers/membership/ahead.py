@@ -25,7 +25,9 @@ from workers.train_state.out_of_memory import told_as_loss
 
 Tensors = Mapping[str, Tensor]
 ANY = -1
-"""Step."""
+"""Step, or origin."""
+MAX_WAITING_BYTES = 2**30
+"""Of one source's updates that wait for another source's state."""
 _POLL_S = 0.02
 
 
@@ -39,15 +41,16 @@ class _Source:
         """It has sent all that it had, once."""
         self._come: deque[tuple[peer.ToFollower, dict[str, Tensor]]] = deque()
 
-    def next_of(self, step: int) -> peer.ToFollower | None:
-        """What makes it stand at `step`: a state, or the change from the one before."""
+    def next_of(self, step: int, origin: int = ANY) -> peer.ToFollower | None:
+        """What makes it stand at `step`: a state, of that origin, or the change from the one
+        before."""
         while not self.following.received.empty():
             self._come.append(self.following.received.get())
             self.is_lagging |= isinstance(self._come[-1][0], peer.Lags)
         said = self._come[0][0] if self._come else None
         match said:
-            case peer.State() if not self.has_begun and step in (ANY, said.state["step"]):
-                return said
+            case peer.State(state) if not self.has_begun and step in (ANY, state["step"]):
+                return said if origin in (ANY, state["origin"]) else None
             case peer.Update() if self.has_begun and step == said.step:
                 return said
             case _:
@@ -59,6 +62,7 @@ class _Source:
 
     def take(self) -> tuple[peer.ToFollower, dict[str, Tensor]]:
         said, tensors = self._come.popleft()
+        self.following.use(said, tensors)
         self.has_begun = True
         self.is_level |= said.queued == 0 and (isinstance(said, peer.Update) or not self._come)
         return said, tensors
@@ -74,8 +78,12 @@ class CopyingAhead:
         vitals: Vitals,
         device: torch.device,
         tell: Callable[[e.Event], None],
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
     ) -> None:
-        """part: None where newcomers copy nothing ahead. tell: the worker's machine."""
+        """part: None where newcomers copy nothing ahead. tell: the worker's machine.
+        max_waiting_bytes: if several of a source are more, all is copied when a generation forms.
+        """
+        self._max_waiting_bytes = max_waiting_bytes
         self._spec, self._part, self._tell = spec, part, tell
         self._vitals, self._device = vitals, device
         self._from: Sources | None = None
@@ -107,6 +115,7 @@ class CopyingAhead:
                 detect_s=self._spec.detect_s,
                 wake=lambda: (self._arrived.set(), wake()),
                 blocks=blocks,
+                max_unused_bytes=self._max_waiting_bytes,
             )
             self._sources.append(_Source(following, blocks))
 
@@ -121,7 +130,15 @@ class CopyingAhead:
         """Why the sources will send no more; empty while they may."""
         if any(s.is_lagging for s in self._sources):
             return "its links carry less than the steps bring"
+        if self._is_apart:
+            return "its sources have not computed a step in the same generation"
         return next((s.following.failure for s in self._sources if s.following.failure), "")
+
+    @property
+    def _is_apart(self) -> bool:
+        """Somebody's state is of a step that the others' have come to, and it is another one."""
+        states = (s.next_of(ANY) for s in self._sources if self._step != ANY)
+        return any(isinstance(s, peer.State) and s.state["step"] <= self._step for s in states)
 
     def look_around(self) -> None:
         """In the pool: catch up with what has arrived."""
@@ -147,35 +164,34 @@ class CopyingAhead:
         if not self._sources:
             return False
         if self._step == ANY:
-            states = [s.next_of(ANY) for s in self._sources]
-            if not all(isinstance(said, peer.State) for said in states):
+            states = [said for s in self._sources if isinstance(said := s.next_of(ANY), peer.State)]
+            if len(states) < len(self._sources):
                 return False
-            self._step = min(s.state["step"] for s in states if isinstance(s, peer.State))
-            self._vitals.step = self._step
-            self._begin_those_of(self._step)
+            first = min(states, key=lambda said: said.state["step"]).state
+            self._begin_those_of(first["step"], first["origin"])
             return True
         step = self._step + 1
         begun = [s for s in self._sources if s.has_begun]
-        said = [s.next_of(step) for s in begun]
-        if not all(isinstance(update, peer.Update) for update in said):
-            return False
-        if len({update.origin for update in said if isinstance(update, peer.Update)}) > 1:
-            return False  # some are a generation further: there is no way from here to there
+        said = [u for s in begun if isinstance(u := s.next_of(step), peer.Update)]
+        origins = {update.origin for update in said}
+        if len(said) < len(begun) or len(origins) > 1:
+            return False  # who is a generation further: there is no way from here to there
         assert self._part is not None
         taken = [s.take() for s in begun]
         updates = [update_of(u, t, self._device) for u, t in taken if isinstance(u, peer.Update)]
         self._part.train_state.apply(merged(updates))
         for source, (_, tensors) in zip(begun, taken, strict=True):
             source.following.memory.give(tensors)
-        self._step = self._vitals.step = step
-        self._begin_those_of(step)
+        self._begin_those_of(step, origins.pop())
         return True
 
-    def _begin_those_of(self, step: int) -> None:
-        """Members take a newcomer on one by one: some may have been a step further."""
+    def _begin_those_of(self, step: int, origin: int) -> None:
+        """It stands there now. Members take a newcomer on one by one: some may have been a step
+        further than others; those whose step another generation has computed have another one."""
         assert self._part is not None
         assert self._from is not None
-        starting = [s for s in self._sources if isinstance(s.next_of(step), peer.State)]
+        self._step = self._vitals.step = step
+        starting = [s for s in self._sources if isinstance(s.next_of(step, origin), peer.State)]
         if not starting:
             return
         has_some = any(s.has_begun for s in self._sources)
@@ -201,7 +217,7 @@ class CopyingAhead:
             self._arrived.clear()
             ended = [s for s in self._sources if s.has_ended]  # first: what it had is at hand
             if not self._apply_received():
-                if not self._sources or any(map(self._has_no_more, ended)):
+                if self._is_apart or not self._sources or any(map(self._has_no_more, ended)):
                     break
                 self._arrived.wait(_POLL_S)
         if self._from is not None and self._sources and all(s.has_begun for s in self._sources):

@@ -9,6 +9,7 @@ Point to point over TCP, no pickle (elastic/protocol/wire.py).
 """
 
 import logging
+import math
 import queue
 import socket
 import threading
@@ -103,6 +104,11 @@ def update_of(
         origin=said.origin,
         squares=found["square"],
     )
+
+
+def size_of(tensors: Tensors) -> int:
+    """Bytes."""
+    return sum(t.nbytes for t in tensors.values())
 
 
 def send_update(connection: socket.socket, message: peer.Update | Lags, tensors: Tensors) -> None:
@@ -200,7 +206,7 @@ class Follower:
         """Memory for the next updates."""
         self._memory.give(copies)
         with self._lock:
-            self._queued_bytes -= sum(t.nbytes for t in copies.values())
+            self._queued_bytes -= size_of(copies)
 
     def end(self) -> None:
         """Nothing follows what is queued."""
@@ -305,10 +311,13 @@ class Followers:
         """A committed step, before it is applied. records: what is known of it, asked for if there
         is anybody to take it."""
         self._all = [f for f in self._all if not f.is_lost]
+        whole = [f for f in self._all if f.blocks is None]
+        if whole:
+            message, tensors = message_of(update, records())
+            for follower in whole:
+                follower.offer(message, tensors)
         for follower in self._all:
-            if follower.blocks is None:
-                follower.offer(*message_of(update, records()))
-            elif self._ahead is not None:
+            if follower.blocks is not None and self._ahead is not None:
                 part = self._ahead.update(update, follower.blocks)
                 follower.offer(*message_of(part, NOTHING_KNOWN))
 
@@ -333,8 +342,11 @@ class Following:
         detect_s: float | None,
         wake: Callable[[], object],
         blocks: BlockSets | None = None,
+        max_unused_bytes: float = math.inf,
     ) -> None:
-        """blocks: of a source that has a part of the state, the tensors that are wanted."""
+        """blocks: of a source that has a part of the state, the tensors that are wanted.
+        max_unused_bytes: of updates that were received and are not used; if several are more, no
+        others are received."""
         self.received: queue.SimpleQueue[tuple[ToFollower, dict[str, torch.Tensor]]] = (
             queue.SimpleQueue()
         )
@@ -348,6 +360,8 @@ class Following:
         """There is no memory for what came."""
         self.num_tensors = 0
         """Received so far, of what is not whole yet as well."""
+        self._num_unused = self._unused_bytes = 0
+        self._max_unused_bytes, self._lock = max_unused_bytes, threading.Lock()
         self._wake = wake
         self._connection = socket.create_connection(address, timeout=timeout_s)
         self._connection.settimeout(None)  # a source between steps is silent; its loss closes,
@@ -360,10 +374,14 @@ class Following:
 
     def _receive(self) -> None:
         try:
-            while True:
-                self.received.put(receive_tensors(self._connection, self.memory, self._count))
+            while self._has_room:
+                said, tensors = receive_tensors(self._connection, self.memory, self._count)
+                self._count_unused(said, tensors, 1)
+                self.received.put((said, tensors))
                 self.arrived.set()
                 self._wake()
+            self._end("it has sent more steps than can be kept until other sources have")
+            self.close()
         except (OSError, ValueError) as error:
             self._end(f"the source closed the connection: {error}")
         except (MemoryError, RuntimeError) as error:
@@ -372,6 +390,20 @@ class Following:
 
     def _count(self) -> None:
         self.num_tensors += 1
+
+    @property
+    def _has_room(self) -> bool:
+        return self._num_unused < 2 or self._unused_bytes <= self._max_unused_bytes
+
+    def _count_unused(self, said: ToFollower, tensors: Tensors, sign: int) -> None:
+        if isinstance(said, peer.Update):
+            with self._lock:
+                self._num_unused += sign
+                self._unused_bytes += sign * size_of(tensors)
+
+    def use(self, said: ToFollower, tensors: Tensors) -> None:
+        """These, of what was received, wait for nothing any more."""
+        self._count_unused(said, tensors, -1)
 
     def _end(self, why: str) -> None:
         self.failure = why
