@@ -17,6 +17,7 @@ from elastic.control.standing import Standing
 from elastic.control.translation import copying, event_of, interruption
 from elastic.on_ray.record.progress import Progress
 from elastic.protocol.in_force import CommandsInForce
+from elastic.protocol.mesh import DDP
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages import to_worker as t
 from elastic.protocol.step_record import VoteHead
@@ -36,6 +37,8 @@ Interruption: TypeAlias = c.Pause | c.Checkpoint | c.Keep | c.Abort | c.Recall
 class FakeCluster:
     is_whole = True
     """Every member holds the whole state."""
+    parallel = DDP
+    """Of its limits."""
 
     def __init__(self, seed: int, steps: int, faults: Faults) -> None:
         self.rng, self.steps, self.faults = random.Random(seed), steps, faults

@@ -5,10 +5,9 @@ they can put together from live rows, own copies and holders' copies, and go bac
 checkpoint if there is none. The shell's own `Commits` says when a step goes on record.
 """
 
-from dataclasses import replace
-
 from elastic.control import commands as c
 from elastic.control.events import Event
+from elastic.protocol.mesh import Parallel
 from elastic.protocol.messages.to_worker import Form
 from tests.control.fake_cluster import FakeCluster
 from tests.control.fake_group import Group
@@ -134,10 +133,7 @@ class RareSnapshots(ShardedCluster):
 class StagesCluster(ShardedCluster):
     """Newcomers copy ahead what they are likely to get."""
 
-    def execute(self, command: c.Command) -> None:
-        if isinstance(command, c.Sync):
-            command = replace(command, members=(command.source,))
-        super().execute(command)
+    parallel = Parallel.of("pp:2")
 
 
 class LargeStates(ShardedCluster):
