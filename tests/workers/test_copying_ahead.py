@@ -176,7 +176,8 @@ def test_a_newcomer_that_is_killed_while_it_copies_costs_the_others_nothing():
     assert run_ranks(4, body) == [plain()] * 3 + ["killed"]
 
 
-@pytest.mark.parametrize("at", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [2, 3])
 def test_what_a_lost_source_alone_had_the_newcomer_has(at: int):
     """As of the step that it follows: no holder has it, and no checkpoint."""
     lost, left = 2, [0, 1, NEWCOMER]
