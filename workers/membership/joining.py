@@ -15,6 +15,7 @@ from elastic.protocol.messages import peer
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed.pieces import Pieces
 from workers.health.vitals import Vitals
+from workers.membership import actions as a
 from workers.membership import events as e
 from workers.membership.ahead import CopyingAhead
 from workers.membership.state_stream import Following, update_of
@@ -47,11 +48,11 @@ class Copying:
         self._is_lagging = False
         """The state is an old one; the source sends its own anew once a generation forms."""
 
-    def start(
-        self, address: tuple[str, int] | None, wake: Callable[[], None]
-    ) -> e.SourceLost | None:
-        """Follow the worker at `address`; None: it is gone."""
-        if address is None:
+    def start(self, action: a.Follow | a.CopyAhead, wake: Callable[[], None]) -> e.Event | None:
+        """Follow one worker, or several for a part of each."""
+        if isinstance(action, a.CopyAhead):
+            return self.ahead.start(action.sync, wake)
+        if (address := action.address) is None:
             return e.SourceLost("cannot reach the source: it is gone")
         try:
             self._following = Following(

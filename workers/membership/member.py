@@ -127,10 +127,8 @@ class Member:
                 self._protect(is_pausing=is_pausing)
             case a.StopCopy():
                 self._copying.stop()
-            case a.CopyAhead(sync):
-                return self._copying.ahead.start(sync, self.wake)
-            case a.Follow(address):
-                return self._copying.start(address, self.wake)
+            case a.Follow() | a.CopyAhead():
+                return self._copying.start(action, self.wake)
             case a.ForgetState():
                 self.strategy.forget()
                 self.records.forget()
