@@ -42,8 +42,8 @@ class FaultPolicy:
     run fails. Of sharded state only what all ranks hold is compared.
     """
     replace_stragglers: float | None = None
-    """Replace a rank that stays so many times slower than the median of its peers, as soon as a
-    successor holds the state; default None: never."""
+    """Replace a rank whose machine stays so many times slower than the median of its peers, as soon
+    as a successor holds the state; default None: never. Waiting for data does not count."""
     validate: bool = True
     """Check after each event of a worker that the state of its protocol is one that can be, which
     takes microseconds; default True. A worker in another state says so and is replaced."""

@@ -222,12 +222,15 @@ def test_the_files_here_are_those_that_cluster_init_writes(kind, tmp_path):
 def test_answers_are_in_the_file(kind, tmp_path, capsys):
     out = tmp_path / "made.yaml"
     answers = ["--name", "mine", "--workers", "0..3", "--cpus", "6", "--gpus", "2"]
-    answers += ["--redis", "store:6379", "--image", "registry/mine:1", "--profile", "writers"]
+    answers += ["--redis", "store:6379", "--image", "registry/mine:1"]
+    of_kind = {"machine": "large", "profile": "writers"}
+    of_kind = {k: v for k, v in of_kind.items() if k not in KINDS[kind].has_none_of}
+    answers += [word for k, v in of_kind.items() for word in (f"--{k}", v)]
     assert main(["cluster", "init", kind, "--out", str(out), *answers]) == 0
     text = out.read_text()
     assert "<<" not in text
     assert ("set-your-" in text) == ("what begins with set-your-" in capsys.readouterr().out)
-    for answer in ("mine", "registry/mine:1", "store:6379"):
+    for answer in ("mine", "registry/mine:1", "store:6379", *of_kind.values()):
         assert answer in text, answer
     config = yaml.safe_load(text)
     if kind == "kuberay":
@@ -248,9 +251,36 @@ def test_answers_are_in_the_file(kind, tmp_path, capsys):
     assert "file_mounts" not in config
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_kinds_offer_the_same_worker_with_a_gpu_and_without(kind, tmp_path):
+    def made(*words: str) -> str:
+        out = tmp_path / "made.yaml"
+        assert main(["cluster", "init", kind, "--out", str(out), "--force", *words]) == 0
+        return out.read_text()
+
+    with_gpu, without = made(), made("--gpus", "0")
+    assert "set-your-gpu" not in without
+    machines = KINDS[kind].machine, KINDS[kind].machine_without_gpus
+    assert (machines[0] in with_gpu, machines[1] in without) == (True, True)
+    if kind == "kuberay":
+        assert ('cpu: "8"' in with_gpu, 'cpu: "8"' in without) == (True, True)
+        assert ('nvidia.com/gpu: "1"' in with_gpu, "nvidia.com/gpu:" in without) == (True, False)
+        return
+    found = [yaml.safe_load(t)["available_node_types"]["spot"] for t in (with_gpu, without)]
+    assert [w["resources"] for w in found] == [{"CPU": 8, "GPU": 1}, {"CPU": 8}]
+    stays = ['"onHostMaintenance": "TERMINATE"' in json.dumps(w) for w in found]
+    assert stays == [kind == "gcp", False]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["kuberay", "--machine", "n1"], "--machine says nothing on kuberay: pods go where"),
+        (["azure", "--profile", "a"], "--profile says nothing on azure: Ray gives all its"),
+        (["aws", "--project", "a"], "--project says nothing on aws: an account is chosen by"),
+        (["gcp", "--machine", "n1-standard-8", "--cpus", "8"], "--machine 'n1-standard-8': say "),
+        (["gcp", "--gpus", "2"], "g2-standard-8 has 8 CPUs and 1 GPU, fewer than you ask for"),
+        (["aws", "--cpus", "16"], "g5.2xlarge has 8 CPUs and 1 GPU, fewer than you ask for"),
         (["ibm"], "'ibm' is no kind of cluster: choose from aws, gcp, azure, kuberay"),
         (["aws", "--workers", "3..2"], "--workers '3..2': give MIN..MAX"),
         (["aws", "--workers", "x"], "--workers 'x': give a number or MIN..MAX"),

@@ -43,12 +43,10 @@ WIDE_CLASSES = {
     "elastic/on_ray/detection/diagnosis.py Diagnosis": 16,
     "elastic/on_ray/driver/submission.py RayDriver": 18,
     "elastic/on_ray/slots.py Slot": 19,
-    "elastic/protocol/messages/pulse.py Heartbeat": 16,
     "elastic/protocol/worker_spec.py WorkerSpec": 32,
     "elastic/store/run_directory.py RunDirectory": 21,
     "workers/backup/client.py BackupClient": 19,
     "workers/data/parquet_loader.py ParquetLoader": 16,
-    "workers/health/vitals.py Vitals": 17,
     "workers/membership/member.py Member": 24,
     "workers/train_state/train_state.py TrainState": 17,
 }

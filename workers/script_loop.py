@@ -226,7 +226,10 @@ class Call:
         raise StepCancelled
 
     def end_unit(self) -> None:
-        self._member.vitals.tell_own(self._roll_call.take_own_s())
+        self._member.vitals.tell_own(*self._roll_call.take_own_s())
+
+    def waited_for_data(self, seconds: float) -> None:
+        self._roll_call.data_s += seconds
 
     @property
     def how_it_grows(self) -> str:

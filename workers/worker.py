@@ -239,10 +239,6 @@ class Worker:
             sys.path.insert(0, spec.folder)
             os.chdir(spec.folder)
         workload, loop = pickle.loads(self._pickled)  # from our own driver, through Ray
-        if workload.loader_processes < 1:
-            raise WrongInput(
-                f"loader_processes must be at least 1, got {workload.loader_processes}"
-            )
         loader = Loader(
             workload,
             spec.seed,

@@ -7,6 +7,12 @@ from collections.abc import Callable
 
 from elastic.driver.resume import PastRun, controller_of
 
+NO_FOLDER = "there is no such folder"
+NO_STATUS = "the run has no status yet; look again in a moment"
+ONLY_BEGUN = "the run has only begun; try again in a moment"
+NOT_BEGUN = (NO_FOLDER, NO_STATUS, ONLY_BEGUN)
+"""Is in what is said of a run directory whose run may be about to begin."""
+
 
 class Absence:
     """Tells once of each absence of a run's controller."""

@@ -7,7 +7,7 @@ their own, which commands.py lists.
 import importlib.metadata
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
@@ -17,9 +17,6 @@ from elastic.cli.commands import LoadedOnDemand
 from elastic.cli.job_file import expanded
 from elastic.cli.outcome import WRONG_INPUT, refuse
 from elastic.protocol.errors import ControllerLost, WrongInput
-
-if TYPE_CHECKING:
-    pass
 
 NAME = "elastic"
 """However it was started: `python -m elastic` is the same."""

@@ -5,15 +5,16 @@ The files' texts are in clusters/; what the settings mean is in cluster_configs/
 
 import importlib.metadata
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
 from elastic.cli.run_options import parse_workers
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.membership import counted
 from elastic.store.files import first_line
 
 VALUE = re.compile(r"[\w.:/@,+-]+", re.ASCII)
@@ -25,6 +26,10 @@ PLACE = re.compile(r"<<(\w+)>>")
 app = typer.Typer(help="Files for clusters in the cloud.", no_args_is_help=True)
 
 
+CPUS, GPUS = 8, 1
+"""Of each worker where nobody says, on every kind of cluster; the usual machines have them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Usual:
     """Of one kind of cluster: its file, and the answers of whoever gives none."""
@@ -33,10 +38,12 @@ class Usual:
     region: str
     zone: str
     machine: str
-    cpus: int
-    gpus: int
+    """With CPUS and GPUS; empty where pods ask for both, and nodes are somebody else's."""
+    machine_without_gpus: str
     profile: str
     project: str = ""
+    has_none_of: dict[str, str] = field(default_factory=dict[str, str])
+    """Answers that its file has no place for, and why."""
 
 
 KINDS = {
@@ -45,17 +52,16 @@ KINDS = {
         "us-west-2",
         "us-west-2a,us-west-2b,us-west-2c",
         machine="g5.2xlarge",
-        cpus=8,
-        gpus=1,
+        machine_without_gpus="m5.2xlarge",
         profile="set-your-worker-profile",
+        has_none_of={"project": "an account is chosen by its credentials"},
     ),
     "gcp": Usual(
         "gcp_spot.yaml",
         "us-central1",
         "us-central1-a",
-        machine="c3-standard-4",
-        cpus=4,
-        gpus=0,
+        machine="g2-standard-8",
+        machine_without_gpus="c3-standard-8",
         profile="set-your-service-account",
         project="set-your-project-id",
     ),
@@ -63,20 +69,22 @@ KINDS = {
         "azure_spot.yaml",
         "westus2",
         "auto",
-        machine="Standard_NC4as_T4_v3",
-        cpus=4,
-        gpus=1,
+        machine="Standard_NC8as_T4_v3",
+        machine_without_gpus="Standard_D8s_v5",
         profile="",
         project="set-your-resource-group",
+        has_none_of={"profile": "Ray gives all its machines there one identity"},
     ),
     "kuberay": Usual(
         "kuberay_cluster.yaml",
         "",
         "",
         machine="",
-        cpus=8,
-        gpus=1,
+        machine_without_gpus="",
         profile="set-your-service-account",
+        has_none_of=dict.fromkeys(
+            ("machine", "region", "zone", "project"), "pods go where Kubernetes has a node"
+        ),
     ),
 }
 CHECKOUT = """# From the root of a checkout: the nodes get it, and install it.
@@ -90,6 +98,8 @@ setup_commands:
 IN_IMAGE = """# The image has the project: cluster_configs/Dockerfile makes one.
 setup_commands: []
 """
+STAYS = """
+        - onHostMaintenance: TERMINATE  # GCP does not move machines with GPUs"""
 REDIS = """  gcsFaultToleranceOptions:  # another head knows what the one before it knew
     redisAddress: <<redis>>
 """
@@ -102,9 +112,15 @@ def init(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write it.")] = None,
     name: Annotated[str, typer.Option(help="The cluster's name.")] = "elastic",
     workers: Annotated[str, typer.Option(help="Worker machines, MIN..MAX.")] = "2..8",
-    machine: Annotated[str | None, typer.Option(help="The workers' kind of machine.")] = None,
-    cpus: Annotated[int | None, typer.Option(min=1, help="CPUs of each.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of each.")] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="The workers' kind of machine, with its --cpus and --gpus."),
+    ] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help=f"CPUs of each; default: {CPUS}.")] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=0, help=f"GPUs of each; default: {GPUS}. 0: machines without GPUs."),
+    ] = None,
     region: Annotated[str | None, typer.Option(help="The cloud's region or location.")] = None,
     zone: Annotated[str | None, typer.Option(help="Availability zones, by commas.")] = None,
     project: Annotated[
@@ -131,12 +147,17 @@ def init(
     low, high = (bounds, bounds) if isinstance(bounds, int) else bounds
     if not 0 <= low <= high or high < 1:
         raise WrongInput(f"--workers {workers!r}: give MIN..MAX, such as 2..8")
+    given = {"machine": machine, "region": region, "zone": zone, "project": project}
+    for asked, value in (*given.items(), ("profile", profile)):
+        if value and (why := usual.has_none_of.get(asked)):
+            raise WrongInput(f"--{asked} says nothing on {kind}: {why}; leave it out")
+    sizes = sizes_of(usual, machine, cpus, gpus)
     answers = {
         "name": name,
         "low": str(low),
         "high": str(high),
-        "machine": machine or usual.machine,
-        "cpus": str(cpus or usual.cpus),
+        "machine": machine or (usual.machine if sizes.gpus else usual.machine_without_gpus),
+        "cpus": str(sizes.cpus),
         "region": region or usual.region,
         "zone": zone or (usual.zone if region is None else zone_in(kind, region)),
         "project": project or usual.project,
@@ -145,14 +166,37 @@ def init(
     for asked, value in (*answers.items(), ("image", image), ("redis", redis)):
         if value and not VALUE.fullmatch(value):
             raise WrongInput(f"--{asked} {value!r}: give letters, digits and . : / @ , + - only")
-    num_gpus = usual.gpus if gpus is None else gpus
     path = out or Path(usual.file)
-    text = made(kind, answers, num_gpus, image, redis)
+    text = made(kind, answers, sizes.gpus, image, redis)
     write(path, text, force=force)
     how = "kubectl apply -f" if kind == "kuberay" else "ray up"
     replace = f", replace what begins with {OPEN}" if OPEN in text else ""
     print(f"{path} is written; read it{replace}, and then: {how} {path}")
     return 0
+
+
+class Sizes(NamedTuple):
+    """Of each worker."""
+
+    cpus: int
+    gpus: int
+
+
+def sizes_of(usual: Usual, machine: str | None, cpus: int | None, gpus: int | None) -> Sizes:
+    """What a node is said to have, Ray believes: WrongInput for what its machine may not have."""
+    if machine is not None and machine != usual.machine and None in (cpus, gpus):
+        raise WrongInput(
+            f"--machine {machine!r}: say what it has, --cpus and --gpus (0 for none), or Ray waits "
+            "for what no machine brings"
+        )
+    sizes = Sizes(cpus or CPUS, GPUS if gpus is None else gpus)
+    is_usual = usual.machine and machine in (None, usual.machine)
+    if is_usual and (sizes.cpus > CPUS or sizes.gpus > GPUS):
+        raise WrongInput(
+            f"{usual.machine} has {CPUS} CPUs and {counted(GPUS, 'GPU')}, fewer than you ask for: "
+            "name another --machine that has them"
+        )
+    return sizes
 
 
 def zone_in(kind: str, region: str) -> str:
@@ -166,7 +210,7 @@ def made(
     """The file's text. Raises KeyError for a place that nobody fills."""
     ray = importlib.metadata.version("ray")
     system = "set-your-gpu-image-family" if num_gpus else "common-cpu"
-    values = {**answers, "ray": ray, "system": system, "redis": "", "gpus": ""}
+    values = {**answers, "ray": ray, "system": system, "redis": "", "gpus": "", "stays": ""}
     if kind == "kuberay":
         values["image"] = image or "elastic-ray-trainer:latest"
         if num_gpus:
@@ -178,6 +222,7 @@ def made(
         values["install"] = IN_IMAGE if image else CHECKOUT
         if num_gpus:
             values["gpus"] = f', "GPU": {num_gpus}'
+            values["stays"] = STAYS
         if redis:
             values["redis"] = (
                 f"RAY_REDIS_ADDRESS={redis} RAY_external_storage_namespace={answers['name']} "

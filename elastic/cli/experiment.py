@@ -130,7 +130,7 @@ def told(row: Row, point: Point, number: int, count: int) -> str:
     if row["wall_s"]:
         line += (
             f" in {float(row['wall_s']):.1f} s, {counted(int(row['faults']), 'fault')}, "
-            f"{counted(int(row['lost_steps']), 'step')} lost, goodput "
+            f"{counted(int(row['lost_steps']), 'lost step')}, goodput "
             f"{100 * float(row['goodput_time']):.1f} %, longest gap "
             f"{float(row['longest_gap_s']):.2f} s"
         )

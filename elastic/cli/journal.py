@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic.cli.absence import NO_FOLDER
 from elastic.cli.progress import decision_line, is_told
 from elastic.control.replay import JOURNAL_TYPES, Entry, Started
 from elastic.control.replay import replay as replay_journal
@@ -113,11 +114,15 @@ def entries_in(run_dir: str) -> list[dict[str, Any]]:
     return entries
 
 
-def open_run(run_dir: str) -> Folder:
-    """WrongInput if this is no run directory."""
+def open_run(run_dir: str, command: str = "") -> Folder:
+    """WrongInput if this is no run directory. command: that knows submitted jobs, too."""
     folder = open_folder(run_dir)
     if not folder.exists("config.json"):
-        raise no_run(run_dir, folder)
+        refusal = no_run(run_dir, folder)
+        if command and not folder.is_there:
+            hint = f"if it is submitted, `elastic {command} JOB --cluster ADDRESS` knows more"
+            raise WrongInput(f"{refusal}; {hint}")
+        raise refusal
     return folder
 
 
@@ -130,5 +135,5 @@ def config_of(folder: Folder, run_dir: str) -> dict[str, Any]:
 
 
 def no_run(run_dir: str, folder: Folder) -> WrongInput:
-    why = "it has no config.json" if folder.is_there else "there is no such folder"
+    why = "it has no config.json" if folder.is_there else NO_FOLDER
     return WrongInput(f"{shown_uri(run_dir)} is no run directory: {why}")

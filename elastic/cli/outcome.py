@@ -78,11 +78,9 @@ def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None)
     if (level := level_line(result)) is not None:
         print(f"  {level}")
     for r in recoveries:
-        phases = ("detect", "fence", "form", "state", "first_step", "total")
-        times = " ".join(
-            f"{phase} {1000 * r[f'{phase}_s']:.0f} ms" for phase in phases if f"{phase}_s" in r
-        )
-        print(f"  recovery from {r['cause']}: {times}")
+        phases = ("detect", "fence", "form", "state", "first_step")
+        times = " + ".join(f"{p.replace('_', ' ')} {r[f'{p}_s']:.3f} s" for p in phases)
+        print(f"  recovery from {r['cause']}: {r['total_s']:.3f} s = {times}")
     if run_directory:
         print(f"  run directory   {run_directory}")
 

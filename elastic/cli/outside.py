@@ -4,11 +4,13 @@ The same command is carried out on the cluster's head, as a small job without a 
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from elastic.cli.absence import NOT_BEGUN
 from elastic.cli.text import printable
 from elastic.protocol.errors import WrongInput
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 FAILED, WRONG_INPUT = 1, 2
 OURS = "elastic: "
 CHANGES_RUN = ("stop", "scale")
+LOOK_EVERY_S = 2.0
+"""At a run that is watched and has not begun."""
 Cluster = Annotated[
     str | None,
     typer.Option(
@@ -43,35 +47,69 @@ def on_cluster(cluster: str, command: str, run: str, *options: str) -> int:
     job = server.find(run)
     if job is None and "/" not in run:
         raise WrongInput(f"there is no job {run!r} at {server.address}")
-    if job is not None and (job.is_pending or job.is_unprepared):
-        return of_unstarted(server, job, command)
-    words = [command, run if job is None else job.run_directory, *options]
-    runtime_env = {} if job is None else job.runtime_env
-    asked = server.submit(words, runtime_env, name=f"elastic-{command}", run_directory="")
+    where, told = f"{run} --cluster {cluster}", set[str]()
     try:
-        return conclude(server.follow(asked, tell), where=f"--cluster {cluster}")
+        while (status := asked(server, job, cluster, [command, run, *options], told)) is None:
+            assert job is not None
+            time.sleep(LOOK_EVERY_S)
+            job = server.look(job.id)
     except KeyboardInterrupt:
-        where = f"{run} --cluster {cluster}"
         if command in CHANGES_RUN:
             print(f"no longer asking; it may have been asked: `elastic status {where}`")
         else:
             print(f"no longer asking; the run is left alone: `elastic {command} {where}`")
         return 0
+    return status
+
+
+def asked(
+    server: "JobServer", job: "Job | None", cluster: str, words: list[str], told: set[str]
+) -> int | None:
+    """The exit status; None where a run is watched that has not begun. job: the run's, if its
+    server knows it. told: what need not be told again."""
+    command, run, *options = words
+    if job is not None and (job.is_pending or job.is_unprepared):
+        return of_unstarted(server, job, command, told)
+    directory, runtime_env = (run, {}) if job is None else (job.run_directory, job.runtime_env)
+    asking = server.submit(
+        [command, directory, *options], runtime_env, name=f"elastic-{command}", run_directory=""
+    )
+    unbegun: list[str] = []
+
+    def hear(line: str) -> None:
+        is_unbegun = job is not None and any(words in line for words in NOT_BEGUN)
+        (unbegun.append if is_unbegun else tell)(line)
+
+    try:
+        done = server.follow(asking, hear)
+        if unbegun and job is not None:
+            return of_unstarted(server, server.look(job.id), command, told)
+        return conclude(done, where=f"--cluster {cluster}")
     finally:
-        server.discard(asked)
+        server.discard(asking)
 
 
-def of_unstarted(server: "JobServer", job: "Job", command: str) -> int:
-    """A job whose run does not exist: its environment is still being made, or could not be."""
+def of_unstarted(server: "JobServer", job: "Job", command: str, told: set[str]) -> int | None:
+    """A job whose run does not exist: its environment is still being made, or could not be, or its
+    driver has only begun. None if that is to be waited for."""
     if job.is_unprepared:
+        return conclude(job)
+    if job.is_over:
+        last = printable(next(iter(server.log(job.id)[-1:]), "it has printed nothing"))
+        print(f"job {job.id} ended before its run had begun: {last}")
         return conclude(job)
     if command == "stop":
         server.stop(job.id)
         print(f"job {job.id} was still being prepared; it is ended")
         return 0
-    said = printable(" ".join(job.message.split()))
-    print(f"job {job.id} is being prepared, its run has not begun: {said}")
-    return 0
+    said = printable(" ".join(job.message.split())) if job.is_pending else "its driver starts"
+    line = f"job {job.id} is being prepared, its run has not begun: {said}"
+    if line not in told:
+        told.add(line)
+        print(line, flush=True)
+    if command == "watch":
+        return None
+    return FAILED if command in CHANGES_RUN else 0
 
 
 def tell(line: str) -> None:

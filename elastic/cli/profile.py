@@ -17,7 +17,13 @@ from elastic.store.remote import shown_uri
 def profile(
     run_dir: RunDir,
     step: Annotated[
-        int | None, typer.Option(min=1, help="The step; default: the newest that is traced.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="One of those that are traced; default: the newest. Traced are the first step of "
+            "each generation, and one each time that an eighth of a second per rank has passed: of "
+            "slow steps all or most.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -26,11 +32,11 @@ def profile(
 ) -> int:
     """Write one step of all ranks as a trace for https://ui.perfetto.dev (Chrome trace JSON)."""
     folder = open_run(run_dir)
-    rows, (before, after) = rows_of(folder, step)
+    rows, near = rows_of(folder, step)
     if not rows:
-        near = " and ".join(str(n) for n in (before, after) if n is not None)
-        what = f"no trace of step {step}; the nearest are of {near}" if near else "no trace"
-        raise WrongInput(f"{shown_uri(run_dir)}: {NAME} has {what}")
+        listed = ", ".join(map(str, near))
+        what = f"no trace of step {step}, only of some steps: nearest first {listed}"
+        raise WrongInput(f"{shown_uri(run_dir)}: {NAME} has {what if near else 'no trace'}")
     path = out or Path(f"step-{rows[0]['step']}.trace.json")
     path.write_bytes(encode(trace_of(rows, folder.name)) + b"\n")
     print(f"step {rows[0]['step']} of {counted(len(rows), 'rank')}: {path}")

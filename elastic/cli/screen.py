@@ -159,7 +159,7 @@ def recoveries(account: dict[str, Any] | None) -> Iterator[Table]:
     for recovery in account["recoveries"][-NUM_RECOVERIES:]:
         table.add_row(
             Text(printable(recovery["cause"])),
-            *(f"{recovery[f'{phase}_s']:.2f} s" for phase in PHASES),
+            *(f"{recovery[f'{phase}_s']:.3f} s" for phase in PHASES),
             str(recovery["lost_steps"]),
         )
     yield table

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from elastic.cli.absence import Absence, said_of
+from elastic.cli.absence import NO_STATUS, Absence, said_of
 from elastic.cli.journal import RunDir, open_run
 from elastic.cli.outcome import level_line, print_outcome, refuse
 from elastic.cli.outside import Cluster, on_cluster
@@ -37,10 +37,10 @@ def status(
     """Say where a run stands: phase, generation, workers, reason, age of the status."""
     if cluster is not None:
         return on_cluster(cluster, "status", run_dir, *(["--json"] if as_json else []))
-    folder = open_run(run_dir)
+    folder = open_run(run_dir, "status")
     past = read_past_run(folder)
     if past is None or (found := past.status) is None:
-        raise WrongInput(f"{run_dir}: the run has no status yet; look again in a moment")
+        raise WrongInput(f"{run_dir}: {NO_STATUS}")
     check_status(found, f"{run_dir}/status.json")
     if as_json:
         print(encode(found).decode())
@@ -79,7 +79,7 @@ def watch(run_dir: RunDir, cluster: Cluster = None) -> int:
     """Show a run's progress until it ends. Ctrl-C only stops watching."""
     if cluster is not None:
         return on_cluster(cluster, "watch", run_dir)
-    folder = open_run(run_dir)
+    folder = open_run(run_dir, "watch")
     progress = Progress(Console())
     try:
         past = follow(run_dir, folder, progress)

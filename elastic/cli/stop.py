@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from elastic.cli.absence import Absence, said_of
+from elastic.cli.absence import ONLY_BEGUN, Absence, said_of
 from elastic.cli.journal import config_of
 from elastic.cli.outside import Cluster, on_cluster
 from elastic.cli.progress import LOOK_EVERY_S, LOOK_REMOTE_EVERY_S
@@ -90,7 +90,7 @@ def run_id_of(folder: Folder, run_dir: str) -> str:
     lines = read_backwards(folder, "journal.jsonl")
     run_id = next((line["run"] for line in lines if "run" in line), None)
     if run_id is None:
-        raise WrongInput(f"{run_dir}: the run has only begun; try again in a moment")
+        raise WrongInput(f"{run_dir}: {ONLY_BEGUN}")
     return str(run_id)
 
 

@@ -26,6 +26,14 @@ class Sync:
 
     worker: int
     source: int
+    members: tuple[int, ...] = ()
+    """Of a model in stages: those who train, by rank; the worker copies its part from several."""
+    order: tuple[int, ...] = ()
+    """Of theirs, as `Form.order`."""
+    rank: int = 0
+    """Of the worker in the generation that is likely to come next, ..."""
+    world_size: int = 1
+    next_order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ def with_pool(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
         return NumberSet.of(s.worker for s in standings if s.kind == kind)
 
     newest = max((s.worker for s in standings), default=-1)
+    everybody = NumberSet.of(s.worker for s in standings)
     return replace(
         ledger,
         generation=max([ledger.generation, *(s.generation for s in standings)]),
@@ -111,7 +112,8 @@ def with_pool(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
         with_state=NOBODY,
         behind=NOBODY,
         saves=replace(ledger.saves, kept_step=-1),  # its end may never have been heard
-        leaving=ledger.leaving & NumberSet.of(s.worker for s in standings),
+        leaving=ledger.leaving & everybody,
+        slow_copies=ledger.slow_copies & everybody,
     )
 
 

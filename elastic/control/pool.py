@@ -104,6 +104,7 @@ def leave(ledger: Ledger, worker: int) -> Ledger:
         with_state=ledger.with_state.remove(worker),
         behind=ledger.behind.remove(worker),
         leaving=ledger.leaving.remove(worker),
+        slow_copies=ledger.slow_copies.remove(worker),
     )
 
 

@@ -91,12 +91,13 @@ def call_standbys(ledger: Ledger, phase: Suspending, at: float, limits: Limits) 
     generation is full at once: no steps of fewer workers, and no second regroup."""
     sources = tuple(w for w in phase.membership.workers if w not in phase.lost)
     has_no_room = ledger.stop or ledger.step >= limits.steps
-    if not sources or has_no_room or ledger.is_copy_slow or phase.was_forming:
+    if not sources or has_no_room or ledger.slow_copies or phase.was_forming:
         return Decision(ledger, phase)
     decision = sync(ledger, phase, sources, len(sources), at, limits)
     if not decision.commands:
         return decision
-    return decision._replace(phase=replace(phase, standbys_by=at + STANDBYS_S))
+    called = phase.called | (decision.ledger.syncing - ledger.syncing)
+    return decision._replace(phase=replace(phase, called=called, standbys_by=at + STANDBYS_S))
 
 
 def told(event: WorkerLost) -> str:
@@ -390,12 +391,13 @@ def rolling(ledger: Ledger, phase: Suspending) -> NumberSet:
     )
 
 
-def waits_for_standbys(ledger: Ledger, phase: Suspending) -> bool:
-    """Somebody was called, may still come, and the next generation would take it in."""
+def awaited(ledger: Ledger, phase: Suspending) -> NumberSet:
+    """Who was called, may still come, and would be taken in by the next generation. Whoever copies
+    the state for another reason began at another time, and may be anywhere in it."""
     is_closed = phase.between or any(camp.step == ledger.step - 1 for camp in phase.answers)
-    if not phase.standbys_by or is_closed or ledger.stop:
-        return False
-    return bool(ledger.syncing - ledger.leaving)
+    if is_closed or ledger.stop:
+        return NOBODY
+    return (ledger.syncing & phase.called) - ledger.leaving
 
 
 def settle(decision: Decision, at: float, limits: Limits) -> Decision:
@@ -405,10 +407,10 @@ def settle(decision: Decision, at: float, limits: Limits) -> Decision:
     said = answered(phase)
     if len(said) < num_members(phase):
         return decision
-    if waits_for_standbys(ledger, phase):
+    if late := awaited(ledger, phase):
         if at < phase.standbys_by:
             return decision
-        ledger = replace(ledger, is_copy_slow=True)
+        ledger = replace(ledger, slow_copies=ledger.slow_copies | late)
     if phase.deadline is not None or phase.is_overdue:
         if not phase.was_forming:
             if not phase.is_overdue:

@@ -78,8 +78,10 @@ SAVES = {
 
 
 def ledger_of(**fields: Any) -> Ledger:
-    """As a journal has it, also one of before `standbys` and `with_state` had these names, or one
-    with the losses and saves as fields of its own."""
+    """As a journal has it, also one of before `standbys` and `with_state` had these names, one
+    with the losses and saves as fields of its own, or one that did not say whose copies were slow.
+    """
+    fields.pop("is_copy_slow", None)
     if "holders" in fields:
         fields["standbys"], fields["with_state"] = fields.pop("ready"), fields.pop("holders")
     losses = {name: fields.pop(name) for name in LOSSES if name in fields}

@@ -6,7 +6,7 @@ Losses are in recovery.py, the end of the run is in shutdown.py.
 from dataclasses import replace
 
 from elastic.control.checkpointing import drop_save
-from elastic.control.commands import Form, Load, Pause, Sync
+from elastic.control.commands import Command, Form, Load, Pause, Sync
 from elastic.control.planning import plan, shortage, wants_nodes
 from elastic.control.pool import (
     arrivals,
@@ -35,6 +35,9 @@ from elastic.protocol.membership import Membership, NumberSet, counted, worker_n
 
 MAX_SOURCES = 64
 """Newcomers of a waiting run are spread over at most so many sources."""
+TOGETHER_S = 1.0
+"""How long who has copied ahead waits for others that still do, at least; else as long as it took
+itself."""
 
 
 def staff(ledger: Ledger, phase: Phase, at: float, limits: Limits) -> Decision:
@@ -99,8 +102,10 @@ def staff_running(ledger: Ledger, phase: Running, at: float, limits: Limits) -> 
     if phase.done or (num_staying >= limits.max_workers and not leavers):
         return Decision(ledger, phase)
     arrived = arrivals(ledger)
+    before, phase = phase, with_patience(ledger, phase, at)
     may_leave = num_staying + len(arrived) >= limits.min_workers
-    if arrived and (may_leave or membership.world_size < limits.max_workers):
+    may_enter = bool(arrived) and not waits_for_copies(ledger, phase, at)
+    if may_enter and (may_leave or membership.world_size < limits.max_workers):
         reason = f"pause to let {names(arrived)} in"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
     is_enough = num_staying >= max(1, limits.min_workers)
@@ -110,7 +115,51 @@ def staff_running(ledger: Ledger, phase: Running, at: float, limits: Limits) -> 
     if can_leave and is_due(ledger, leavers, at):
         reason = f"pause to let {names(leavers)} leave"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
-    return sync(ledger, phase, membership.workers, num_staying, at, limits)
+    decision = sync(ledger, phase, membership.workers, num_staying, at, limits)
+    decision = copying_ahead(decision, phase, at, limits)
+    if may_enter or phase.enter_by <= before.enter_by:
+        return decision
+    return explain(f"{names(arrived)} waits for {names(ledger.syncing)} to copy as well", decision)
+
+
+def with_patience(ledger: Ledger, phase: Running, at: float) -> Running:
+    """Where somebody has copied ahead the others are given as long again."""
+    if phase.copying_since and not (ledger.syncing or ledger.synced):
+        return replace(phase, copying_since=0.0, enter_by=0.0)
+    if not (phase.copying_since and arrivals(ledger)) or phase.enter_by:
+        return phase
+    return replace(phase, enter_by=at + max(TOGETHER_S, at - phase.copying_since))
+
+
+def waits_for_copies(ledger: Ledger, phase: Running, at: float) -> bool:
+    """The boundary at which newcomers enter ends what others are sent: these would get all of it
+    at one more boundary, while everybody waits. Not if somebody is about to leave."""
+    is_leaving = is_due(ledger, leavers_of(ledger, phase.membership.workers), at)
+    return at < phase.enter_by and not is_leaving and bool(ledger.syncing - ledger.leaving)
+
+
+def copying_ahead(decision: Decision, phase: Running, at: float, limits: Limits) -> Decision:
+    """Of a model in stages a newcomer copies, while the members train, what it will have if all who
+    are on their way get in, and if those who are to leave do."""
+    if limits.parallel.pp == 1 or not decision.commands:
+        return decision
+    ledger, members = decision.ledger, phase.membership.workers
+    staying = tuple(w for w in members if w not in ledger.leaving)
+    coming = (ledger.synced | ledger.syncing) - ledger.leaving
+    workers = (*staying, *first(coming, limits.max_workers - len(staying)))
+    order = plan(limits.parallel, members, ledger.nodes).order
+    next_order = plan(limits.parallel, workers, ledger.nodes).order
+
+    def with_plan(command: Command) -> Command:
+        if not isinstance(command, Sync) or command.worker not in workers:
+            return command
+        rank, size = workers.index(command.worker), len(workers)
+        return replace(
+            command, members=members, order=order, rank=rank, world_size=size, next_order=next_order
+        )
+
+    copying = replace(phase, copying_since=phase.copying_since or at)
+    return decision._replace(phase=copying, commands=tuple(map(with_plan, decision.commands)))
 
 
 def leavers_of(ledger: Ledger, members: tuple[int, ...]) -> tuple[int, ...]:

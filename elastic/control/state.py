@@ -175,8 +175,9 @@ class Ledger:
     """Alive, but under a drain notice: the next generation forms without them, if it can."""
     notices: tuple[Notice, ...] = ()
     """One of each that is leaving; that of a worker which has left is dropped with the next."""
-    is_copy_slow: bool = False
-    """A regroup has waited for standbys in vain: none does so again."""
+    slow_copies: NumberSet = NOBODY
+    """Called standbys whose copies a regroup has waited for in vain: none does so again, unless
+    they are lost before they have the state, which says nothing of how long copies take."""
     earlier_generations: int = 0
     """The newest generation of the run's earlier launches: those of this one come after it."""
     nodes: Nodes = NOWHERE
@@ -235,6 +236,10 @@ class Forming:
 class Running:
     membership: Membership
     done: NumberSet = NOBODY  # ranks whose loop has returned
+    copying_since: float = 0.0
+    """When the first of those who copy ahead was told to; 0: nobody was."""
+    enter_by: float = 0.0
+    """Until then who has copied ahead waits for others that still do; 0: nobody has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +293,10 @@ class Suspending:
     answers: tuple[Camp, ...] = ()
     between: NumberSet = NOBODY  # ranks between steps: inside session.evaluate, or done
     copied: NumberSet = NOBODY  # ranks whose loop has not come to the step that they have copied
+    called: NumberSet = NOBODY
+    """Standbys that were told to copy the state, to take a lost one's place."""
     standbys_by: float = 0.0
-    """Until then those who were called to take a lost one's place may still copy the state."""
+    """Until then they may still do so."""
 
 
 @dataclass(frozen=True, slots=True)

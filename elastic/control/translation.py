@@ -4,6 +4,7 @@ generation is told to each of its members.
 The events are in events.py, the commands in commands.py; messages are elastic/protocol's.
 """
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from elastic.control import commands as c
@@ -73,6 +74,19 @@ def event_of(worker: int, report: Eventful, at: float) -> e.Event:  # noqa: C901
             return e.PartFailed(generation, rank, step, message, at)
         case r.StillSaving(generation, rank):
             return e.StillSaving(generation, rank, at)
+
+
+def copying(command: c.Sync, addresses: Mapping[int, tuple[str, int] | None]) -> t.Sync:
+    """addresses: of each worker that is there, where it may be followed."""
+    return t.Sync(
+        command.source,
+        addresses.get(command.source),
+        tuple(addresses.get(worker) for worker in command.members),
+        command.order,
+        command.rank,
+        command.world_size,
+        command.next_order,
+    )
 
 
 def interruption(

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -38,6 +38,7 @@ from elastic.store.files import (
     open_folder,
     place_of,
     reach_folder,
+    refuse_unwritable,
     remove_empty,
     remove_probe,
 )
@@ -234,6 +235,8 @@ def check_workload(
             f"eval_every={config.eval_every}, but {type(workload).__name__} has no "
             "evaluate(self, session); define it, or leave eval_every out"
         )
+    if workload.loader_processes < 1:
+        raise WrongInput(f"loader_processes must be at least 1, got {workload.loader_processes}")
     if strategy := config.parallel.strategy:
         function_named(strategy, f"parallel='{config.parallel}' names no strategy")
 
@@ -280,8 +283,13 @@ def run_on_ray(
     record: the order's part for the run directory: storage, name, content (its config.json),
     and the newest generation of its earlier launches.
     """
-    from elastic.on_ray.driver.submission import ClusterRequest, RayDriver  # ray loads here
+    from elastic.on_ray.driver.submission import (  # ray loads here
+        ClusterRequest,
+        RayDriver,
+        pickled,
+    )
 
+    content = pickled(workload, loop)  # what cannot be sent is refused before anything starts
     driver = RayDriver(
         ClusterRequest(
             address=config.resources.address,
@@ -292,6 +300,7 @@ def run_on_ray(
             folder=folder,
             run_directory=place_of(record["storage"], record["name"]),
             detach=detach,
+            before_start=partial(check_bucket, record["storage"]),
             slow_step=slow_step,
         )
     )
@@ -309,7 +318,7 @@ def run_on_ray(
             "device": driver.device,
             "folder": driver.folder_on_nodes,
             "detach": detach,
-            "workload": driver.pickle(workload, loop),
+            "workload": content,
             "probe": leave_local_probe(record["storage"], driver),
         }
         driver.submit(supervise, order)
@@ -339,6 +348,14 @@ def check_writable(storage: str) -> None:
     """WrongInput if nothing can be written there; object stores say so when the run begins."""
     if open_folder(storage).local is not None:
         remove_probe(leave_probe(storage))
+
+
+def check_bucket(storage: str) -> None:
+    """WrongInput if this machine, whose own workers will write there, may not. A store that is away
+    is waited for by the run."""
+    if open_folder(storage).local is None:
+        with suppress(OSError):
+            refuse_unwritable(storage)
 
 
 def wait(driver: Any, onlooker: "Onlooker", detach: bool) -> dict[str, Any] | None:

@@ -69,7 +69,7 @@ def conditions(found: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[st
         "p50, s",
         "p95, s",
         "worst, s",
-        "steps lost",
+        "lost steps",
         "hashes",
     )
     cells: list[tuple[str, ...]] = []

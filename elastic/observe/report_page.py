@@ -148,7 +148,7 @@ def how_far(record: RunRecord) -> str:
 
 
 def lost(record: RunRecord, number: int) -> str:
-    return f"{counted(number, 'report' if record.is_script else 'step')} lost"
+    return counted(number, "lost report" if record.is_script else "lost step")
 
 
 def last_step(record: RunRecord) -> int:

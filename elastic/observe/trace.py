@@ -3,6 +3,7 @@
 A row for each rank, a slice for each phase of its main thread.
 """
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
@@ -13,26 +14,34 @@ from elastic.store.journal import read_backwards
 
 MARGIN_ROWS = 4096
 """Ranks send their rows at different times: so many of earlier steps may follow a later one's."""
+MOST_NEAR = 8
+"""Of the steps that are told where the one that was asked for is not traced."""
 Span = tuple[str, float]
 
 
-def rows_of(folder: Folder, step: int | None) -> tuple[list[Row], tuple[int | None, int | None]]:
+def rows_of(folder: Folder, step: int | None) -> tuple[list[Row], list[int]]:
     """The traced rows that end with `step` (None: the newest), one per rank, by rank, of the newest
-    generation that did it; and the nearest traced steps before and after it. Reads from the end."""
+    generation that did it; and some other traced steps, nearest first. Reads from the end."""
     found: dict[int, Row] = {}
-    before, after, num_earlier = None, None, 0
+    near: list[int] = []
+    num_earlier = 0
     for row in traced(folder):
-        if step is None:
-            step = row["step"]
-        if row["step"] > step:
-            after = min(row["step"], after or row["step"])
-        elif row["step"] < step:
-            before, num_earlier = max(row["step"], before or 0), num_earlier + 1
-            if num_earlier > MARGIN_ROWS:
-                break
-        elif not found or row["generation"] == next(iter(found.values()))["generation"]:
-            found.setdefault(row["rank"], row)
-    return [found[rank] for rank in sorted(found)], (before, after)
+        step = int(row["step"]) if step is None else step
+        if row["step"] == step:
+            if not found or row["generation"] == next(iter(found.values()))["generation"]:
+                found.setdefault(row["rank"], row)
+            continue
+        if row["step"] not in near:
+            near = nearest(step, [*near, row["step"]])
+        num_earlier += row["step"] < step
+        if num_earlier > MARGIN_ROWS:
+            break
+    return [found[rank] for rank in sorted(found)], near
+
+
+def nearest(step: int, steps: Iterable[int]) -> list[int]:
+    """The nearest first, of two that are as near the earlier one."""
+    return heapq.nsmallest(MOST_NEAR, steps, key=lambda s: (abs(s - step), s))
 
 
 def traced(folder: Folder) -> Iterator[Row]:

@@ -22,7 +22,7 @@ from elastic.control import commands as c
 from elastic.control import events as e
 from elastic.control.detection.hang import STOPPED, watch
 from elastic.control.detection.patience import PhaseOfStep
-from elastic.control.translation import Eventful, event_of, interruption
+from elastic.control.translation import Eventful, copying, event_of, interruption
 from elastic.on_ray.background import Background
 from elastic.on_ray.backup.servers import BackupServers
 from elastic.on_ray.backup.status import Protection
@@ -109,8 +109,8 @@ class RayCluster:
             case c.Load(worker=worker):
                 self._loading = worker
                 self.in_background(self._load(worker))
-            case c.Sync(worker=worker, source=source):
-                self._sync(worker, source)
+            case c.Sync():
+                self._sync(command)
             case c.Pause() | c.Checkpoint() | c.Keep() | c.Abort() | c.Recall():
                 self._interrupt(command)
             case c.Form():
@@ -130,11 +130,11 @@ class RayCluster:
         await self.host.record.settle()
         self.links.send(worker, t.Load(self.host.record.place, self.recorded_step))
 
-    def _sync(self, worker: int, source: int) -> None:
-        address = self.workers[source].peer_address if source in self.workers else None
-        if worker in self.workers:  # its loss may wait among the events
-            self.workers[worker].state = "syncing"
-        self.links.send(worker, t.Sync(source, address))
+    def _sync(self, command: c.Sync) -> None:
+        addresses = {worker: slot.peer_address for worker, slot in self.workers.items()}
+        if command.worker in self.workers:  # its loss may wait among the events
+            self.workers[command.worker].state = "syncing"
+        self.links.send(command.worker, copying(command, addresses))
 
     def _interrupt(self, command: c.Pause | c.Checkpoint | c.Keep | c.Abort | c.Recall) -> None:
         membership, generation = command.membership, command.membership.generation

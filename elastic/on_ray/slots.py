@@ -95,8 +95,8 @@ class Slot:
     @property
     def own_s(self) -> float | None:
         """Its own seconds per micro-batch, waiting for peers apart; None before its first step."""
-        has_stepped = self.watch is not None and self.watch.heartbeat.own_steps
-        return self.watch.heartbeat.own_s if self.watch is not None and has_stepped else None
+        has_stepped = self.watch is not None and self.watch.heartbeat.own.steps
+        return self.watch.heartbeat.own.seconds if self.watch is not None and has_stepped else None
 
     @property
     def shortage(self) -> str:

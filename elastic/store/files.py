@@ -369,6 +369,24 @@ def leave_probe(place: str) -> Probe:
     return probe
 
 
+def refuse_unwritable(place: str) -> None:
+    """WrongInput if this machine may not write to an object store; one that is away is another
+    matter. OSError if it does not answer at all."""
+    folder = reach_folder(place)
+    name = f"{PROBE}{secrets.token_hex(8)}"
+    try:
+        folder.write(name, b"probe", is_durable=False)
+    except OSError as error:
+        if is_refused(error):
+            raise WrongInput(
+                f"storage {shown_uri(place)!r} cannot be written: {_why(error, place)}; "
+                "choose another one, or give this machine the right to write there"
+            ) from error
+    else:
+        with suppress(OSError):  # who may write but not delete can serve a run
+            folder.delete(name)
+
+
 def missing_folders(place: str) -> list[Path]:
     """Local folders that would have to be made for this one, the innermost first. WrongInput if
     none can be made: it is below a file."""

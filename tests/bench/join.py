@@ -3,7 +3,7 @@
 At the default model and with about 10 times its state; the gap must hardly depend on the size. A
 fault makes the room: one of 2 workers is killed, and its replacement is the one that joins. Two
 ranks, so that on 2 cores the newcomer brings its own, as a machine that joins does.
-    python -m tests.bench.join --joins 9
+    python -m tests.bench.join --joins 9 [--parallel pp:2]
 """
 
 import argparse
@@ -46,10 +46,12 @@ class Join:
         return self.longest_s - self.usual_s
 
 
-def joins_of_a_run(storage: Path, name: str, settings: dict[str, int], count: int) -> list[Join]:
+def joins_of_a_run(
+    storage: Path, name: str, settings: dict[str, int], count: int, parallel: str
+) -> list[Join]:
     """Kill the newest of 2 workers `count` times; each time its replacement joins the other."""
     options = {"workers": f"{WORKERS - 1}..{WORKERS}", "steps": 10_000, "max_failures": 99}
-    options |= {"global_batch": 64, "micro_batch": 8}
+    options |= {"global_batch": 64, "micro_batch": 8, "parallel": parallel}
     with elastic_run(storage, name, **options, set_=settings) as run:
         status = run.wait_until(lambda s: is_full(s) and s["step"] >= 8, timeout_s=300)
         for _ in range(count):
@@ -88,6 +90,7 @@ def times_of(journal: Path, event: str) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--joins", type=int, default=9, help="per size, three in a run")
+    parser.add_argument("--parallel", default="ddp")
     arguments = parser.parse_args()
     about = machine(WORKERS)
     console.print(about)
@@ -95,7 +98,8 @@ def main() -> int:
     with storage_directory() as storage:
         for number in range(-(-arguments.joins // 3)):  # alternating sizes
             for size, settings in SIZES.items():
-                joins[size] += joins_of_a_run(storage, f"{size}-{number}", settings, 3)
+                name, parallel = f"{size}-{number}", arguments.parallel
+                joins[size] += joins_of_a_run(storage, name, settings, 3, parallel)
     gaps = {size: statistics.median(j.gap_s for j in found) for size, found in joins.items()}
     results: dict[str, str] = {}
     for size, found in joins.items():
@@ -106,7 +110,8 @@ def main() -> int:
     results["gap 10x to 1x"] = f"{gaps['10x'] / gaps['1x']:.1f}" if gaps["1x"] > 0 else "none at 1x"
     report("A worker joins a running job", list(results), [list(results.values())])
     count = min(len(found) for found in joins.values())
-    record("join", about=about, setting=f"1 to 2 workers, {count} joins per size", results=results)
+    setting = f"{arguments.parallel}, 1 to 2 workers, {count} joins per size"
+    record("join", about=about, setting=setting, results=results)
     return 0
 
 

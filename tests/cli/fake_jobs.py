@@ -19,6 +19,9 @@ class FakeJobs:
         """Of the jobs that are on the list."""
         self.runs: list[str] = []
         """Ids of jobs that are runs, which are on the list from the beginning."""
+        self.run_status: list[tuple[str, int | None]] = []
+        """Status and exit status of the runs, one each time that one is asked for, the last one
+        again and again; without any they are those of all jobs."""
         self.entrypoints: list[str] = []
         """Of all jobs that were submitted."""
         self.num_tails = 0
@@ -71,8 +74,12 @@ class FakeJobs:
 
     def _about(self, name: str) -> dict[str, Any]:
         found = {"type": "SUBMISSION", "entrypoint": "", "submission_id": name}
-        said = {"status": self.status, "message": self.message}
-        return {**found, **said, "driver_exit_code": self.exit_status}
+        status, exit_status = self.status, self.exit_status
+        if name in self.runs and self.run_status:
+            status, exit_status = self.run_status[0]
+            self.run_status = self.run_status[1:] or self.run_status
+        said = {"status": status, "message": self.message}
+        return {**found, **said, "driver_exit_code": exit_status}
 
     async def _stop(self, _) -> web.Response:
         self.status = "STOPPED"

@@ -224,8 +224,8 @@ def test_the_outcome_is_a_few_lines_for_a_person(capsys):
         "succeeded: 10 of 10 steps, loss 0.5000",
         "  weights_sha256  ab12",
         "  since its last start: 3 generations, 1 recovery, 0 lost steps, goodput 97.5 %",
-        "  recovery from process_died: detect 10 ms fence 20 ms form 30 ms state 0 ms "
-        "first_step 100 ms total 160 ms",
+        "  recovery from process_died: 0.160 s = detect 0.010 s + fence 0.020 s + form 0.030 s + "
+        "state 0.000 s + first step 0.100 s",
         "  run directory   /s/r",
     ]
 

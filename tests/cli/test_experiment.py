@@ -122,7 +122,7 @@ def test_what_ended_is_not_run_again_and_what_was_cut_off_keeps_its_directory(
     assert main(["experiment", str(path)]) == 0
     out = capsys.readouterr().out
     assert "1 of 3 runs are in" in out
-    assert "[3/3] none, seed 2: succeeded in 10.0 s, 0 faults, 0 steps lost, goodput 50.0 %" in out
+    assert "[3/3] none, seed 2: succeeded in 10.0 s, 0 faults, 0 lost steps, goodput 50.0 %" in out
     assert ran == ["none-seed0", "none-seed1", "none-seed1.2", "none-seed2"]
     rows = results.read_results(place, results.columns_of(read_sweep(path).conditions))
     assert [row["seed"] for row in rows] == ["0", "1", "2"]

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from elastic.cli import outside
 from elastic.cli.app import main
 from elastic.on_ray.driver.job_server import JobServer
 from tests.cli.fake_jobs import FakeJobs
@@ -47,6 +48,54 @@ def test_of_a_run_whose_environment_is_still_made_no_job_asks(jobs, capsys, comm
     assert main([command, "elastic-first", "--cluster", jobs.address]) == 0
     assert capsys.readouterr().out == f"job elastic-first {said}\n"
     assert (jobs.status, jobs.entrypoints) == (status, [])
+
+
+NO_FOLDER = "elastic: /shared/runs/first is no run directory: there is no such folder; if it is\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_status", "said"),
+    [
+        (["status"], 0, "is being prepared, its run has not begun: its driver starts"),
+        (["scale", "3"], 1, "is being prepared, its run has not begun: its driver starts"),
+        (["stop"], 0, "was still being prepared; it is ended"),
+    ],
+)
+def test_of_a_job_whose_run_has_not_begun_that_is_said(jobs, capsys, words, exit_status, said):
+    command, *more = words
+    jobs.runs, jobs.run_status = ["elastic-first"], [("RUNNING", None)]
+    jobs.status, jobs.exit_status, jobs.log = "FAILED", 2, NO_FOLDER
+    assert main([command, "elastic-first", *more, "--cluster", jobs.address]) == exit_status
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == (f"job elastic-first {said}\n", "")
+    assert jobs.names == []
+
+
+def test_of_a_job_that_ended_before_its_run_its_last_line_is_told(jobs, capsys):
+    jobs.runs, jobs.run_status = ["elastic-first"], [("RUNNING", None), ("FAILED", 2)]
+    jobs.status, jobs.exit_status, jobs.log = "FAILED", 2, NO_FOLDER
+    assert main(["status", "elastic-first", "--cluster", jobs.address]) == 2
+    said = f"job elastic-first ended before its run had begun: {NO_FOLDER}"
+    assert capsys.readouterr().out == said, "the log of all jobs here"
+
+
+def test_a_run_that_has_not_begun_is_watched_from_its_begin(jobs, capsys, monkeypatch):
+    monkeypatch.setattr(outside, "LOOK_EVERY_S", 0.01)
+    begins = [("PENDING", None)] * 3 + [("RUNNING", None)]
+    jobs.runs, jobs.run_status, jobs.message = ["elastic-first"], begins, "pip installs"
+    jobs.status, jobs.exit_status, jobs.log = "FAILED", 2, NO_FOLDER
+
+    def begin() -> None:
+        if jobs.num_tails == 2:
+            jobs.status, jobs.exit_status, jobs.log = "SUCCEEDED", 0, "step=1\n"
+
+    jobs.on_tail = begin
+    assert main(["watch", "elastic-first", "--cluster", jobs.address]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "job elastic-first is being prepared, its run has not begun: pip installs",
+        "job elastic-first is being prepared, its run has not begun: its driver starts",
+        "step=1",
+    ]
 
 
 @pytest.mark.timeout(60)

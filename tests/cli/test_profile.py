@@ -7,6 +7,7 @@ import pytest
 
 from elastic.cli.app import main
 from elastic.observe.anatomy import PARTS
+from elastic.observe.trace import nearest
 
 
 def row(step: int, rank: int, generation: int = 1, **changed) -> dict:
@@ -73,7 +74,13 @@ def test_without_a_step_it_is_the_newest(run: Path, capsys):
 
 def test_a_step_that_is_not_traced_is_one_line_with_its_neighbours(run: Path, capsys):
     assert main(["profile", str(run), "--step", "5"]) == 2
-    assert "has no trace of step 5; the nearest are of 4 and 7\n" in capsys.readouterr().err
+    said = "has no trace of step 5, only of some steps: nearest first 4, 7, 2\n"
+    assert said in capsys.readouterr().err
     (run / "anatomy.jsonl").unlink()
     assert main(["profile", str(run)]) == 2
     assert "anatomy.jsonl has no trace\n" in capsys.readouterr().err
+
+
+def test_the_nearest_steps_are_told_and_not_all():
+    assert nearest(50, range(1, 101)) == [50, 49, 51, 48, 52, 47, 53, 46]
+    assert nearest(3, [9, 4, 2]) == [2, 4, 9]

@@ -174,7 +174,7 @@ def test_a_report_tells_of_workers_curves_recoveries_time_samples_and_how_to_do_
     assert page.tags["script"] == 2
     for told in (
         "just begun, step 17 of 40",
-        "1 recovery; 0 steps lost",
+        "1 recovery; 0 lost steps",
         "1. at 5.25 s: w1 process_died",
         "0.550 s = detect 0.250 s + fence 0.050 s + form 0.150 s + state 0.000 s + first step 0.1",
         "w1: process_died, SIGKILL, last heard 0.250 s before",
@@ -331,7 +331,7 @@ def test_the_command_gives_all_settings_but_the_place():
 def test_what_a_script_commits_and_may_lose_are_reports():
     empty, status = Steps({"step": np.array([])}, {}), {"level": 0, "step": 3}
     record = RunRecord("r", {}, status, {}, {}, empty, empty, None, [], None, Samples())
-    assert (how_far(record), lost(record, 1)) == ("3 reports with a checkpoint", "1 report lost")
+    assert (how_far(record), lost(record, 1)) == ("3 reports with a checkpoint", "1 lost report")
     stepped = replace(record, steps=Steps({"step": np.array([7.0])}, {}))
     assert how_far(stepped) == "step 7"
 

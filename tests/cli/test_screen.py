@@ -68,8 +68,8 @@ def test_the_full_view_has_all_its_parts_in_80_columns():
         "10.0.0.1     w0 w2    training  0 2    0.031",
         "             w6       standby   -      -",
         "no node yet  w7       pending   -      -",
-        "recovered from detect  fence   form  state first step  total lost",
-        "hung           0.01 s 0.03 s 0.02 s 0.00 s     0.10 s 0.16 s    0",
+        "recovered from  detect   fence    form   state first step   total lost",
+        "hung           0.012 s 0.030 s 0.020 s 0.000 s    0.100 s 0.162 s    0",
         "reason: w1 lost (process_died), 3 of 4 left",
     ):
         assert part in text, part

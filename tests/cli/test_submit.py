@@ -222,6 +222,7 @@ def test_the_head_of_a_file_is_where_its_job_server_is(job, capsys):
     path.write_text(yaml.safe_dump({"cluster_name": name, "provider": provider}))
     tags = {"ray-node-type": "head", "ray-node-status": "up-to-date"}
     _get_node_provider(provider, name).create_node({}, tags, 1)  # as `ray up` does
+    capsys.readouterr()  # of Ray, where nobody has loaded it before
     said = refused(capsys, "status", "run", "--cluster", str(path))
     assert "no Ray job server answers at http://127.0.0.1:8265: " in said
 

@@ -186,5 +186,6 @@ def test_a_straggler_is_replaced_by_a_standby_and_no_step_waits_for_it(
     notes = [line["straggler"] for line in run.lines("journal.jsonl") if "straggler" in line]
     assert [note["worker"] for note in notes] == [slow]
     assert notes[0]["step"] > 20
+    assert notes[0]["slow"] == "machine"
     sizes = [m["world_size"] for m in run.lines("metrics.jsonl")]
     assert set(sizes[sizes.index(3) :]) == {3}, "nobody had to do without it"

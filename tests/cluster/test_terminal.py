@@ -32,7 +32,7 @@ OURS = [
     rf"succeeded: {STEPS} of {STEPS} steps, loss {NUMBER}",
     r"  weights_sha256  [0-9a-f]{64}",
     r"  since its last start: \d+ generations?, \d+ recover(y|ies), \d+ lost steps?, goodput .+ %",
-    r"  recovery from \w+:( \w+ \d+ ms)+",
+    rf"  recovery from \w+: {SECONDS} =( \+?[a-z ]+ {SECONDS})+",
     r"  run directory   /.+",
 ]
 IS_OURS = re.compile("|".join(f"(?:{line})" for line in OURS))

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias, cast
 from elastic.control import commands as c
 from elastic.control import events as ev
 from elastic.control.standing import Standing
-from elastic.control.translation import event_of, interruption
+from elastic.control.translation import copying, event_of, interruption
 from elastic.on_ray.record.progress import Progress
 from elastic.protocol.in_force import CommandsInForce
+from elastic.protocol.mesh import DDP
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages import to_worker as t
 from elastic.protocol.step_record import VoteHead
@@ -36,6 +37,8 @@ Interruption: TypeAlias = c.Pause | c.Checkpoint | c.Keep | c.Abort | c.Recall
 class FakeCluster:
     is_whole = True
     """Every member holds the whole state."""
+    parallel = DDP
+    """Of its limits."""
 
     def __init__(self, seed: int, steps: int, faults: Faults) -> None:
         self.rng, self.steps, self.faults = random.Random(seed), steps, faults
@@ -103,9 +106,9 @@ class FakeCluster:
             case c.Load(worker):
                 self.loading = worker
                 self.tell(worker, t.Load("/run", self.recorded))
-            case c.Sync(worker, source):
-                is_there = source in self.workers and self.workers[source].is_up
-                self.tell(worker, t.Sync(source, ("w", source) if is_there else None))
+            case c.Sync(worker):
+                there = {number: ("w", number) for number, w in self.workers.items() if w.is_up}
+                self.tell(worker, copying(command, there))
             case c.Form():
                 self.form(command)
             case c.Publish() | c.Discard():

@@ -5,6 +5,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from elastic.protocol.step_record import KnownSteps
+from workers.membership import actions as a
 from workers.membership import events as e
 
 if TYPE_CHECKING:
@@ -32,9 +33,13 @@ class Copying:
         self.by = by
         self.source: Process | None = None
         self.received: deque[Copied] = deque()
-        self.is_lagging = self.is_copying = False
+        self.is_lagging = self.is_copying = self.is_ahead = False
 
-    def start(self, address: tuple[str, int] | None) -> e.Event | None:
+    def start(self, action: a.Follow | a.CopyAhead) -> e.Event | None:
+        if isinstance(action, a.CopyAhead):  # nobody counts on it: nothing of it is kept here
+            self.is_ahead = True
+            return None
+        address = action.address
         self.source = None if address is None else self.by.cluster.workers.get(address[1])
         if self.source is None or not self.source.is_alive:
             return e.SourceLost("cannot reach the source")
@@ -45,6 +50,7 @@ class Copying:
     def stop(self) -> None:
         """What was received stays, but not what is on its way."""
         self.source, self.is_lagging, self.is_copying = None, False, False
+        self.is_ahead = False
         self.received.clear()
 
     def is_source_gone(self) -> bool:
@@ -52,6 +58,10 @@ class Copying:
 
     def look_around(self) -> Turns:
         """At a boundary: what the source has sent is taken over."""
+        if self.is_ahead and self.by.rng.random() < 0.3:
+            is_over = self.by.rng.random() < 0.5
+            self.is_ahead = not is_over
+            yield from self.by.tell(e.SourceLost("gone") if is_over else e.CopyLevel())
         yield from self.apply_received()
         if self.source is None:
             return

@@ -369,8 +369,8 @@ class Process:
                 self.say(report)
             case a.StopCopy():
                 self.copying.stop()
-            case a.Follow(address):
-                return self.copying.start(address)
+            case a.Follow() | a.CopyAhead():
+                return self.copying.start(action)
             case a.LoadState(recorded_step=recorded):
                 yield
                 step, origin = self.load(recorded)

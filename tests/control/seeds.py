@@ -1,6 +1,6 @@
 """Runs over a bad network from the command line: which seeds break something, and what.
 
-python -m tests.control.seeds 0 20000           # both kinds of state, all seeds
+python -m tests.control.seeds 0 20000           # all kinds of state, all seeds
 python -m tests.control.seeds 0 2000 --first    # until one breaks something
 """
 
@@ -10,10 +10,14 @@ import time
 import traceback
 
 from tests.control.fake_cluster import FakeCluster
-from tests.control.sharded_cluster import ShardedCluster
+from tests.control.sharded_cluster import ShardedCluster, StagesCluster
 from tests.control.test_network_simulation import run_seed
 
-KINDS: dict[str, type[FakeCluster]] = {"whole": FakeCluster, "parts": ShardedCluster}
+KINDS: dict[str, type[FakeCluster]] = {
+    "whole": FakeCluster,
+    "parts": ShardedCluster,
+    "stages": StagesCluster,
+}
 SAID_EVERY = 1000
 
 

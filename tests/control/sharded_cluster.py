@@ -7,6 +7,7 @@ checkpoint if there is none. The shell's own `Commits` says when a step goes on 
 
 from elastic.control import commands as c
 from elastic.control.events import Event
+from elastic.protocol.mesh import Parallel
 from elastic.protocol.messages.to_worker import Form
 from tests.control.fake_cluster import FakeCluster
 from tests.control.fake_group import Group
@@ -127,6 +128,12 @@ def covers(rows: list[Rows], label: tuple[int, int]) -> bool:
 
 class RareSnapshots(ShardedCluster):
     every = 3
+
+
+class StagesCluster(ShardedCluster):
+    """Newcomers copy ahead what they are likely to get."""
+
+    parallel = Parallel.of("pp:2")
 
 
 class LargeStates(ShardedCluster):

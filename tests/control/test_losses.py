@@ -71,7 +71,7 @@ def test_a_standby_takes_the_place_of_the_lost_in_the_same_regroup():
     ledger, phase, commands = play(ledger, phase, Synced(3, 9.1))
     full = Membership(8, (1, 2, 3))
     assert (commands, phase) == ([Form(full, 40)], Forming(full, 39.1, newcomers=some(3)))
-    assert not ledger.is_copy_slow
+    assert not ledger.slow_copies
 
 
 def test_a_standby_is_called_where_the_error_was_heard_before_the_loss():
@@ -90,10 +90,38 @@ def test_survivors_wait_for_a_slow_copy_once_and_not_long():
     )
     two = Membership(8, (1, 2))
     assert commands == [Abort(ABC), Sync(3, 1), Form(two, 40)]
-    assert (ledger.syncing, ledger.is_copy_slow) == (some(3), True)
+    assert (ledger.syncing, ledger.slow_copies) == (some(3), some(3))
     again = replace(ledger, syncing=some(), standbys=some(3))
     _, _, commands = play(again, Running(two), WorkerLost(1, "process_died", 9.4, 9.5))
     assert commands == [Abort(two)], "it may copy when they train"
+
+
+def test_a_copy_that_was_not_to_be_is_not_a_slow_one():
+    """Who died while it was waited for says nothing of how long the next one will take."""
+    limits = replace(LIMITS, standby=1)
+    ledger = replace(LEDGER, standbys=some(3), next_worker=4)
+    events = lost(0), suspended(1, 40), suspended(2, 40), Tick(9.3), lost(3, at=9.4)
+    ledger, _, _ = play(ledger, Running(ABC), *events, limits=limits)
+    assert not ledger.slow_copies
+    again, two = replace(ledger, standbys=some(4), next_worker=5), Membership(8, (1, 2))
+    _, _, commands = play(again, Running(two), WorkerLost(1, "process_died", 9.4, 9.5))
+    assert commands == [Abort(two), Sync(4, 2)]
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_nobody_waits_for_a_newcomer_that_copied_before_the_loss(is_called):
+    """It may be anywhere in its copy; a standby that is called may come meanwhile."""
+    limits = replace(LIMITS, max_workers=4)
+    standbys = some(4) if is_called else some()
+    ledger = replace(LEDGER, syncing=some(3), standbys=standbys, next_worker=5)
+    answers = suspended(1, 40), suspended(2, 40)
+    ledger, phase, commands = play(ledger, Running(ABC), lost(0), *answers, limits=limits)
+    if is_called:
+        assert isinstance(phase, Suspending)
+        ledger, phase, commands = play(ledger, phase, Synced(4, 9.1), limits=limits)
+    members = (1, 2, 4) if is_called else (1, 2)
+    assert commands[-1] == Form(Membership(8, members), 40)
+    assert (ledger.syncing, ledger.slow_copies) == (some(3), some())
 
 
 def test_no_standby_is_called_for_survivors_who_may_have_no_state():
@@ -122,7 +150,7 @@ def test_nobody_waits_for_a_standby_that_will_not_come(news):
     ledger, phase, _ = play(ledger, Running(ABC), lost(0), suspended(1, 40), suspended(2, 40))
     ledger, phase, _ = play(ledger, phase, news, Tick(9.15))
     assert isinstance(phase, Forming)
-    assert not ledger.is_copy_slow
+    assert not ledger.slow_copies
 
 
 def test_nobody_waits_for_a_standby_that_would_enter_later_anyway():
@@ -140,7 +168,7 @@ def test_survivors_that_leave_their_step_late_wait_for_the_standby_from_then_on(
     late = suspended(1, 40), suspended(2, 40, at=10.5)
     ledger, _, commands = play(ledger, Running(ABC), lost(0), *late, Tick(10.6), Synced(3, 10.65))
     assert commands[-1] == Form(Membership(8, (1, 2, 3)), 40)
-    assert not ledger.is_copy_slow
+    assert not ledger.slow_copies
 
 
 def test_a_loss_says_who_how_many_are_left_and_the_budget():

@@ -17,6 +17,7 @@ DIRECTIONS: tuple[Direction[Any], ...] = (
     backup.TO_BACKUP,
     backup.FROM_BACKUP,
     peer.TO_FOLLOWER,
+    peer.FROM_FOLLOWER,
     store.TO_STORE,
     store.FROM_STORE,
     pulse.TO_PULSE,

@@ -48,7 +48,7 @@ def run_seed(kind: type[FakeCluster], seed: int) -> str:
     """How it ended."""
     limits, faults = bad_network(seed)
     if kind is not FakeCluster:
-        limits = replace(limits, is_whole=False, has_copies=True)
+        limits = replace(limits, is_whole=False, has_copies=True, parallel=kind.parallel)
     run = simulate(seed, limits, faults, kind)
     check_end(run)
     assert isinstance(run.phase, Finished)

@@ -55,3 +55,9 @@ def test_a_standby_introduced_itself_as_ready():
     ready = {"type": "Standing", "worker": 4, "kind": "ready"}
     adopted = {"type": "Adopted", "standings": [ready], "at": 9.0}
     assert decode(adopted, JOURNAL_TYPES) == Adopted((Standing(4, "standby"),), 9.0)
+
+
+def test_copies_were_slow_without_a_name():
+    old = encode(LEDGER) | {"is_copy_slow": True}
+    del old["slow_copies"]
+    assert decode(old, JOURNAL_TYPES) == LEDGER

@@ -3,25 +3,27 @@
 import json
 from dataclasses import replace
 
-from elastic.control.commands import Form
+from elastic.control.commands import Form, Sync
 from elastic.control.events import (
     Adopted,
+    DrainNotice,
     Joined,
     Loaded,
     Suspended,
     Synced,
+    Tick,
     WorkerLost,
     WorkerStarted,
 )
 from elastic.control.planning import Nodes, Plan, plan, shortage
 from elastic.control.replay import JOURNAL_TYPES
 from elastic.control.standing import Standing
-from elastic.control.state import Ledger, Limits, Waiting
+from elastic.control.state import Ledger, Limits, Running, Waiting
 from elastic.control.transition import start, transition
 from elastic.protocol.encoding import decode, encode
 from elastic.protocol.membership import Membership
 from elastic.protocol.mesh import DDP, Mesh, Parallel
-from tests.control.transitions import LIMITS, play
+from tests.control.transitions import ABC, LEDGER, LIMITS, play, some
 
 TWO = Parallel("hsdp", dp_shard=2)
 SHARDED = replace(LIMITS, max_workers=4, is_whole=False, has_copies=True, parallel=TWO)
@@ -115,6 +117,22 @@ def test_the_members_places_travel_with_the_command_that_forms_them():
     )
     assert ledger.nodes == on("abba")
     assert decode(json.loads(json.dumps(encode(ledger))), JOURNAL_TYPES) == ledger
+
+
+def test_a_newcomer_to_stages_is_told_who_trains_and_what_is_likely_to_come_next():
+    """Of two that come and one that goes; a standby of those who are stopped is told nothing."""
+    limits = replace(LIMITS, max_workers=4, is_whole=False, parallel=Parallel.of("pp:2"))
+    ledger = replace(LEDGER, spawned=some(3, 4), next_worker=5, nodes=on("aba"))
+    events = (DrainNotice(0, "drain", 40.0, 10.0), WorkerStarted(3, 13.0, "a"))
+    ledger, phase, commands = play(ledger, Running(ABC), *events, limits=limits)
+    (first,) = [c for c in commands if isinstance(c, Sync)]
+    assert first == Sync(3, first.source, (0, 1, 2), (0, 2, 1), 2, 3, (2, 0, 1))
+    ledger, phase, commands = play(ledger, phase, WorkerStarted(4, 13.5, "b"), limits=limits)
+    (second,) = [c for c in commands if isinstance(c, Sync)]
+    assert second == Sync(4, second.source, (0, 1, 2), (0, 2, 1), 3, 4, (0, 2, 3, 1))
+    waiting = replace(ledger, with_state=some(0, 1, 2), syncing=some(), standbys=some(3))
+    commands = play(waiting, Waiting("few"), Tick(14.0), limits=replace(limits, min_workers=4))[2]
+    assert [c.members for c in commands if isinstance(c, Sync)] == [()]
 
 
 def test_a_new_controller_learns_the_nodes_from_those_who_introduce_themselves():

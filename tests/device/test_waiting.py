@@ -84,7 +84,7 @@ class Held:
         took_s = time.monotonic() - self._began
         self._looks.join()
         assert self.seen == self._expected
-        own = [v._own_s for v in self.vitals]
+        own = [v.own.seconds for v in self.vitals]
         assert self.held_s <= own[1] <= took_s
         assert max(own[0], own[2]) <= took_s - self.held_s
 

@@ -68,6 +68,8 @@ class Survivors:
 
     def end_unit(self) -> None: ...
 
+    def waited_for_data(self, seconds: float) -> None: ...
+
     def unwind(self) -> None:
         raise StepCancelled
 

@@ -83,9 +83,12 @@ def test_a_ranks_own_part_is_the_time_in_which_it_waits_for_nobody():
         while time.monotonic() < waited + 0.02:
             pass
     before = time.monotonic()
-    own_s = roll_call.take_own_s()
-    assert 0.0 <= own_s <= time.monotonic() - began - 0.02
-    assert 0.0 <= roll_call.take_own_s() <= time.monotonic() - before
+    own_s, data_s = roll_call.take_own_s()
+    assert 0.0 == data_s <= own_s <= time.monotonic() - began - 0.02
+    roll_call.data_s += 60.0
+    own_s, data_s = roll_call.take_own_s()
+    assert 0.0 <= own_s == data_s <= time.monotonic() - before, "no more than there was"
+    assert roll_call.take_own_s()[1] == 0.0
 
 
 def test_a_rank_says_that_it_waits_and_at_which_line_of_the_script():

@@ -1,6 +1,7 @@
 """Which of a script's batches a unit is made of; of a lone rank, without a controller."""
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -44,6 +45,7 @@ class Listening:
         self.denied = ""
         self.levels: list[int] = []
         self.steps: list[StepMetrics] = []
+        self.data_s: list[float] = []
 
     def regroup(self, error: Any) -> Group | None:
         raise AssertionError("a lone rank lost a peer")
@@ -62,6 +64,9 @@ class Listening:
     how_it_grows = "nobody enters"
 
     def end_unit(self) -> None: ...
+
+    def waited_for_data(self, seconds: float) -> None:
+        self.data_s.append(seconds)
 
     def unwind(self) -> NoReturn:
         raise StepCancelled
@@ -97,6 +102,14 @@ def replica(model: Any) -> Replica:
     found = replica_of(model)
     assert found is not None
     return found
+
+
+def test_what_a_script_waits_for_its_loader_is_told_for_each_batch(course):
+    began = time.monotonic()
+    num_batches = sum(1 for _ in loader_of())
+    waited_s = listening(course).data_s
+    assert len(waited_s) == num_batches == SAMPLES // BATCH
+    assert 0.0 < sum(waited_s) < time.monotonic() - began
 
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["around the loop", "in the loop"])

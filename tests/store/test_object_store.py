@@ -16,7 +16,7 @@ from elastic.protocol.layout import whole
 from elastic.protocol.manifest import MANIFEST, Part, SavedPart
 from elastic.store.catalogue import Catalogue, file_name, newest_good
 from elastic.store.checkpoint_files import SavedBox, write_part
-from elastic.store.files import Folder, open_folder, place_of, read_json
+from elastic.store.files import Folder, open_folder, place_of, read_json, refuse_unwritable
 from elastic.store.journal import read_lines
 from elastic.store.remote import read_whole
 from elastic.store.run_directory import RunDirectory
@@ -75,6 +75,11 @@ def test_a_folder_in_s3_is_like_one_on_disk(folder: Folder) -> None:
     assert (folder.folders(), folder.at("c").names()) == (["c"], ["again"])
     with pytest.raises(FileNotFoundError):
         folder.read("none")
+
+
+def test_a_bucket_that_may_be_written_keeps_nothing_of_the_question(place: str) -> None:
+    refuse_unwritable(place)
+    assert open_folder(place).names() == []
 
 
 def test_a_file_that_is_replaced_again_and_again_is_read_whole(place: str) -> None:

@@ -285,7 +285,7 @@ def test_who_lags_gets_its_state_while_the_others_wait():
 def test_parts_are_put_together_by_the_members_and_may_be_of_an_earlier_step():
     parts = State(is_whole=False)
     state, actions = play(parts, *obeyed(Sync(0, None)))
-    assert actions == [a.ForgetState(), a.Say(r.Synced(0))]
+    assert actions == [a.StopCopy(), a.ForgetState(), a.Say(r.Synced(0))]
     assert state.kind == "synced"
     state, actions = play(state, *obeyed(FORM), e.Met())
     assert actions[-1] == a.AssembleState(FORM)
@@ -295,6 +295,19 @@ def test_parts_are_put_together_by_the_members_and_may_be_of_an_earlier_step():
     assert said(actions)[0].step == -1
     state, actions = play(state, e.PartBegun(), e.StateEntered(39))
     assert (state.phase, state.step) == (Working(should_pause=False), 39)
+
+
+def test_a_part_that_is_copied_ahead_holds_nobody_up():
+    """It is worth waiting for as long as it may come; what it is of, the members find out."""
+    sync = Sync(0, None, members=(("h", 1),), rank=1, world_size=2)
+    state, actions = play(State(is_whole=False), *obeyed(sync))
+    assert actions == [a.StopCopy(), a.ForgetState(), a.CopyAhead(sync)]
+    assert state.kind == "syncing"
+    level, actions = play(state, e.CopyLevel(), e.CopyLevel(), e.SourceLost("its generation ends"))
+    assert (level.kind, level.holding, actions) == ("synced", state.holding, [a.Say(r.Synced(0))])
+    lost, actions = play(state, e.SourceLost("gone"), e.SourceLost("gone"))
+    assert (lost, actions) == (level, [a.StopCopy(), a.Say(r.Synced(0))])
+    assert play(level, *obeyed(FORM), e.Met())[1][-1] == a.AssembleState(FORM)
 
 
 def test_the_end_is_said_with_the_hash_and_again_if_a_member_is_lost():

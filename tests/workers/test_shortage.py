@@ -14,7 +14,7 @@ from tests.workers.session_rig import Rig, Tiny, obey
 from tests.workers.sharded_rig import spec
 from tests.workers.test_rolled_back import form
 from workers.backup.client import BackupClient
-from workers.membership.state_stream import Follower
+from workers.membership.state_stream import Follower, Start
 from workers.parallel.shards import Ownership
 from workers.train_state.out_of_memory import OutOfMemory
 from workers.train_state.snapshot import Snapshot
@@ -40,7 +40,7 @@ def test_a_newcomer_whose_source_has_no_memory_for_its_copy_is_let_go(what):
     ours, theirs = socket.socketpair()
     follower = Follower(ours, worker=3)
     if what == "snapshot":
-        follower.begin(Snapshot({}, LARGE), {})
+        follower.begin(Start(Snapshot({}, LARGE), KnownSteps((), None)))
     else:
         follower.offer(peer.Update(1, True, 1.0, 1, (), KnownSteps((), None)), LARGE)
     theirs.settimeout(DEADLINE_S)

@@ -10,7 +10,7 @@ from mmap import PROT_READ, mmap
 import pytest
 
 from elastic.control.detection.hang import suspects, watch
-from elastic.control.detection.straggler import LONG_STEPS, stragglers
+from elastic.control.detection.straggler import LONG_STEPS, Since, stragglers
 from elastic.controller.stragglers import TOLD_FROM
 from elastic.protocol.messages.pulse import Heartbeat
 from tests.device import device
@@ -87,13 +87,13 @@ def test_a_slower_device_is_named_and_own_seconds_are_those_of_the_devices(paral
     is_over, all_there = threading.Event(), threading.Barrier(RANKS)
 
     def look() -> None:
-        since = dict[int, int]()
+        since: Since = {}
         while not is_over.wait(0.05):
             said = beats.look()
             since, found = stragglers(since, said, TOLD_FROM)
             if found and not named_after:
-                workers = tuple(pace.worker for pace in found)
-                named_after.append((beats_of(said, WORSE).own_steps - 1, workers))
+                workers = tuple(pace.worker for pace, _ in found)
+                named_after.append((beats_of(said, WORSE).own.steps - 1, workers))
 
     def body(rig: Rig) -> tuple[float, float]:
         """Own seconds of a micro-batch, and the device's."""
@@ -109,7 +109,7 @@ def test_a_slower_device_is_named_and_own_seconds_are_those_of_the_devices(paral
             rig.step()
         num_microbatches = STEPS_SLOW * len(rig.member.ids)
         busy_s = device.counters(rank).busy_s / num_microbatches
-        return beats_of(beats.look(), rank).own_s, IN_FORWARD * slow_s + busy_s
+        return beats_of(beats.look(), rank).own.seconds, IN_FORWARD * slow_s + busy_s
 
     how = {"reduction": "fast", "parallel": parallel, "steps": STEPS_SLOW + 1}
     found = run_sessions(RANKS, body, **how)

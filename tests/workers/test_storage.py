@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from elastic.protocol.errors import UnfitNode
+from elastic.protocol.errors import UnfitNode, WrongInput
+from elastic.store.files import refuse_unwritable
 from tests.object_store import CREDENTIALS, uri
 from workers.health import storage
 
@@ -86,20 +87,33 @@ class Refusing(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("is_newcomer", [False, True])
-def test_a_bucket_that_refuses_this_node_is_one_line(is_newcomer, monkeypatch):
+@pytest.fixture
+def refusing(monkeypatch):
+    """The URI of a run in such a bucket."""
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with pytest.raises(UnfitNode) as refusal:
-            storage.check(
-                uri("bucket", "runs/a", server.server_port), HOST, is_newcomer=is_newcomer
-            )
-    finally:
-        server.shutdown()
-        server.server_close()
+    yield uri("bucket", "runs/a", server.server_port)
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_bucket_that_refuses_a_driver_whose_workers_are_here_is_one_line(refusing):
+    with pytest.raises(WrongInput) as refusal:
+        refuse_unwritable(refusing)
+    told = str(refusal.value)
+    assert told.startswith("storage 's3://bucket/runs/a")
+    assert " cannot be written: " in told
+    assert "ACCESS_DENIED" in told
+    assert told.endswith("; choose another one, or give this machine the right to write there")
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize("is_newcomer", [False, True])
+def test_a_bucket_that_refuses_this_node_is_one_line(is_newcomer, refusing):
+    with pytest.raises(UnfitNode) as refusal:
+        storage.check(refusing, HOST, is_newcomer=is_newcomer)
     told = str(refusal.value)
     assert told.startswith(f"storage: node {HOST} cannot write to s3://bucket/runs/a")
     assert "ACCESS_DENIED" in told

@@ -34,8 +34,7 @@ def test_a_pulse_reads_what_the_worker_shows():
             "is_new_there": True,
             "collective": (5, "all_to_all", 1 << 40),
             "part": "",
-            "own_steps": 0,
-            "own_s": 0.0,
+            "own": {"steps": 0, "seconds": 0.0, "data_s": 0.0},
         }.items()
     )
     vitals.waits_in(2, "all_gather", 9, "replica12")
@@ -88,7 +87,7 @@ def test_own_time_is_data_and_computation_and_nothing_that_waits_for_others():
         if attempt:  # the first one was given up
             vitals.end_step(num_microbatches=2)
     vitals.enter("vote")
-    assert (shown(vitals)["own_steps"], shown(vitals)["own_s"]) == (2, 3.0)
+    assert shown(vitals)["own"] == {"steps": 2, "seconds": 3.0, "data_s": 0.5}
 
 
 def test_a_compilation_in_the_middle_of_a_step_is_a_phase_of_its_own():
@@ -134,10 +133,9 @@ def test_a_reader_never_sees_a_process_that_has_not_begun():
 def test_a_script_tells_its_own_part_and_the_steps_around_it_say_nothing():
     vitals = Vitals()
     for own_s in (0.1, 0.2, 0.3):
-        vitals.tell_own(own_s)
+        vitals.tell_own(own_s, own_s / 2)
         vitals.end_step(1.0)
-    seen = shown(vitals)
-    assert (seen["own_steps"], seen["own_s"]) == (3, 0.2)
+    assert shown(vitals)["own"] == {"steps": 3, "seconds": 0.2, "data_s": 0.1}
 
 
 def test_what_a_host_waits_for_in_the_middle_of_passes_is_its_devices_or_its_peers():
@@ -161,13 +159,13 @@ def test_what_a_host_waits_for_in_the_middle_of_passes_is_its_devices_or_its_pee
     assert wait("compute", 9.0)[0] == "reduce", "the passes are over"
     vitals.end_step(1)
     vitals.enter("vote")
-    assert shown(vitals)["own_s"] == 7.0
+    assert shown(vitals)["own"]["seconds"] == 7.0
 
 
 def test_a_script_that_tells_its_own_part_may_wait_for_its_device():
     vitals = Vitals()
     vitals.enter("compute")
-    vitals.tell_own(0.5)
+    vitals.tell_own(0.5, 0.0)
     with vitals.waiting_for("compute"):
         pass
-    assert shown(vitals)["own_s"] == 0.5
+    assert shown(vitals)["own"]["seconds"] == 0.5

@@ -29,6 +29,7 @@ from elastic.protocol.messages.pulse import (
     KILLED,
     TO_PULSE,
     Heartbeat,
+    OwnPart,
     Question,
     ReachAsked,
     Reached,
@@ -92,7 +93,7 @@ def read_vitals(memory: mmap, worker: int) -> Heartbeat:
         after = LAYOUT.unpack_from(memory, 0)[0]
         if before and before == after and not before & 1:
             break
-    number, collective, size, part, own_steps, own_s = others
+    number, collective, size, part, own_steps, own_s, data_s = others
     return Heartbeat(
         worker=worker,
         generation=generation,
@@ -103,8 +104,7 @@ def read_vitals(memory: mmap, worker: int) -> Heartbeat:
         waits_for_peers=PHASES[phase] in WAITING,
         process_state="",
         collective=(number, COLLECTIVES[collective], size),
-        own_steps=own_steps,
-        own_s=round(own_s, 6),
+        own=OwnPart(own_steps, round(own_s, 6), round(data_s, 6)),
         is_new_there=num_seen < ENOUGH,
         part=part.rstrip(b"\0").decode(errors="replace"),
     )

@@ -64,10 +64,10 @@ COLLECTIVES = (
     "recv",
 )
 """What workers/distributed/process_group.py tells of."""
-LAYOUT = struct.Struct("<QqqIddqqIq24sqd")
+LAYOUT = struct.Struct("<QqqIddqqIq24sqdd")
 """sequence, generation, step, phase, since (monotonic), p95 or -1, times that it is of; of the last
 collective waited for: number, index in COLLECTIVES, elements, name of the part of the group;
-own steps, own seconds per pass."""
+own steps, own seconds per pass, those of them for data."""
 SEQUENCE = struct.Struct("<Q")
 SIZE_BYTES = 4096
 ENOUGH = 8
@@ -96,6 +96,39 @@ class Window:
         return self.ordered[int(len(self.ordered) * 0.95)]
 
 
+class OwnPart:
+    """Of the steps: data and computation, in which a rank is as fast as its machine and its loader.
+    Per micro-batch, the medians of the last steps."""
+
+    def __init__(self) -> None:
+        self.steps, self.seconds, self.data_s = 0, 0.0, 0.0
+        self._now: tuple[float, float] | None = (0.0, 0.0)
+        """Of the step at hand, all and what of it was for data; None: a script tells its own."""
+        self._last: deque[tuple[float, float]] = deque(maxlen=_OWN_WINDOW)
+
+    def spend(self, phase: str, seconds: float) -> None:
+        if phase in OWN and self._now is not None:
+            own_s, data_s = self._now
+            self._now = own_s + seconds, data_s + (seconds if phase == "data" else 0.0)
+
+    def begin_step(self) -> None:
+        self._now = None if self._now is None else (0.0, 0.0)
+
+    def end_step(self, num_microbatches: float) -> None:
+        if self._now is not None:
+            self._count(self._now[0] / num_microbatches, self._now[1] / num_microbatches)
+
+    def tell(self, own_s: float, data_s: float) -> None:
+        """Of a script's step: what the engine's steps around it take says nothing."""
+        self._now = None
+        self._count(own_s, data_s)
+
+    def _count(self, own_s: float, data_s: float) -> None:
+        self._last.append((own_s, data_s))
+        self.steps += 1
+        self.seconds, self.data_s = map(statistics.median, zip(*self._last, strict=True))
+
+
 class Vitals:
     """Written by the main thread only; a sequence lock keeps readers from torn values."""
 
@@ -110,10 +143,7 @@ class Vitals:
         self._phase, self._since = 0, clock()
         self._p95, self._num_seen = -1.0, 0
         self._collective = (0, 0, 0, b"")
-        self._own_now_s: float | None = 0.0
-        """None: it is told."""
-        self._own_steps, self._own_s = 0, 0.0
-        self._own: deque[float] = deque(maxlen=_OWN_WINDOW)
+        self.own = OwnPart()
         self.generation, self.step = 0, 0
         self.anatomy = Anatomy(clock)
         self._write()
@@ -127,34 +157,26 @@ class Vitals:
         now = self._clock()
         if phase != "pool":  # what is given up tells nothing of how long it takes
             self._seen[self._phase].add(now - self._since)
-        if self.phase in OWN and self._own_now_s is not None:
-            self._own_now_s += now - self._since
+        self.own.spend(self.phase, now - self._since)
         self._phase, self._since = NUMBERS[phase], now
         self.anatomy.enter(phase, now)
         self._write()
 
     def begin_step(self) -> None:
         """An attempt at a step."""
-        self._own_now_s = None if self._own_now_s is None else 0.0
+        self.own.begin_step()
         self.anatomy.begin(self.generation, self._clock())
 
     def end_step(self, num_microbatches: float) -> None:
         """This rank has done its own part, and goes on to what all do together. num_microbatches:
         so many whole ones took as long, 0 if it had no part."""
-        if self._own_now_s is not None:
-            self._count_own(self._own_now_s / (num_microbatches or 1))
+        self.own.end_step(num_microbatches or 1)
 
-    def tell_own(self, own_s: float) -> None:
-        """A script's own part of one of its steps took so long: what the engine's steps around it
-        take says nothing."""
-        self._own_now_s = None
-        self._count_own(own_s)
+    def tell_own(self, own_s: float, data_s: float) -> None:
+        """A script's own part of one of its steps took so long, and so much of that was for its
+        data: what the engine's steps around it take says nothing."""
+        self.own.tell(own_s, data_s)
         self._pack()
-
-    def _count_own(self, own_s: float) -> None:
-        self._own.append(own_s)
-        self._own_steps += 1
-        self._own_s = statistics.median(self._own)
 
     def waits_in(self, number: int, collective: str, size: int, part: str = "") -> None:
         """The main thread waits for the collective of this number of its generation's group, or of
@@ -184,8 +206,7 @@ class Vitals:
         began = self._clock()
         with self.aside(phase):
             yield
-        if phase in OWN and self._own_now_s is not None:
-            self._own_now_s += self._clock() - began
+        self.own.spend(phase, self._clock() - began)
 
     def gathering(self) -> AbstractContextManager[None]:
         """Within: waiting for peers."""
@@ -229,8 +250,9 @@ class Vitals:
             self._p95,
             self._num_seen,
             *self._collective,
-            self._own_steps,
-            self._own_s,
+            self.own.steps,
+            self.own.seconds,
+            self.own.data_s,
         )
         self._memory[:8] = SEQUENCE.pack(self._sequence + 1)
         self._memory[8 : LAYOUT.size] = packed[8:]

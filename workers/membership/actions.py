@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from elastic.protocol.messages.to_controller import Evaluation, Report
-from elastic.protocol.messages.to_worker import Form
+from elastic.protocol.messages.to_worker import Form, Sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,14 @@ class Follow:
     """Copy the state of the worker at this address; None: it is gone."""
 
     address: tuple[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyAhead:
+    """What this worker is likely to get of a state in parts, from those who have it now. May end
+    with CopyLevel or SourceLost."""
+
+    sync: Sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +183,7 @@ Action: TypeAlias = (
     | ProtectState
     | StopCopy
     | Follow
+    | CopyAhead
     | ForgetState
     | LoadState
     | SaveState

@@ -15,7 +15,9 @@ from elastic.protocol.messages import peer
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed.pieces import Pieces
 from workers.health.vitals import Vitals
+from workers.membership import actions as a
 from workers.membership import events as e
+from workers.membership.ahead import CopyingAhead
 from workers.membership.state_stream import Following, update_of
 from workers.membership.step_log import Records
 from workers.train_state.out_of_memory import told_as_loss
@@ -33,9 +35,12 @@ class Copying:
         device: torch.device,
         records: Records,
         tell: Callable[[e.Event], None],
+        *,
+        ahead: CopyingAhead,
     ) -> None:
         """records: takes what the source knows of steps that are not on record. tell: the worker's
-        machine, of what has become of the state."""
+        machine, of what has become of the state. ahead: of a part, where members hold parts."""
+        self.ahead = ahead
         self._spec, self._replica = spec, train_state
         self._vitals, self._device = vitals, device
         self._records, self._tell = records, tell
@@ -43,19 +48,28 @@ class Copying:
         self._is_lagging = False
         """The state is an old one; the source sends its own anew once a generation forms."""
 
-    def start(self, address: tuple[str, int], wake: Callable[[], None]) -> None:
-        """Follow the worker at `address`. Raises OSError."""
-        self._following = Following(
-            address,
-            token=self._spec.token,
-            worker=self._spec.worker,
-            timeout_s=self._spec.timeouts.join_s,
-            detect_s=self._spec.detect_s,
-            wake=wake,
-        )
+    def start(self, action: a.Follow | a.CopyAhead, wake: Callable[[], None]) -> e.Event | None:
+        """Follow one worker, or several for a part of each."""
+        if isinstance(action, a.CopyAhead):
+            return self.ahead.start(action.sync, wake)
+        if (address := action.address) is None:
+            return e.SourceLost("cannot reach the source: it is gone")
+        try:
+            self._following = Following(
+                address,
+                token=self._spec.token,
+                worker=self._spec.worker,
+                timeout_s=self._spec.timeouts.join_s,
+                detect_s=self._spec.detect_s,
+                wake=wake,
+            )
+        except OSError as error:
+            return e.SourceLost(f"cannot reach the source: {error}")
+        return None
 
     def stop(self) -> None:
         """What was received stays."""
+        self.ahead.stop()
         if self._following is not None:
             self._following.close()
         self._following = None

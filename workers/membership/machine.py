@@ -160,8 +160,7 @@ def obey(state: State, command: Command) -> Outcome:  # noqa: C901
             state = replace(state, phase=InPool(), source=Source.COPYING)
             return Outcome(state, (a.StopCopy(), a.Follow(address)))
         case Sync():
-            state = replace(without_part(state), phase=InPool(), source=Source.LEVEL)
-            return Outcome(state, (a.ForgetState(), a.Say(r.Synced(state.step))))
+            return expect_part(state, command)
         case Keep() if isinstance(state.phase, Paused) and not state.is_given_up:
             kept = r.Kept(state.seat.generation, state.seat.rank)
             return Outcome(state, (a.SaveState(), a.Say(kept)))
@@ -331,6 +330,17 @@ def lose_peers(state: State, event: e.PeersLost) -> Outcome:
 
 
 # --- following ------------------------------------------------------------------------
+def expect_part(state: State, command: Sync) -> Outcome:
+    """It gets one when a generation forms, and may copy ahead from those who train."""
+    state = replace(without_part(state), phase=InPool())
+    forget = (a.StopCopy(), a.ForgetState())
+    if command.members:
+        state = replace(state, source=Source.COPYING)
+        return Outcome(state, (*forget, a.CopyAhead(command)))
+    state = replace(state, source=Source.LEVEL)
+    return Outcome(state, (*forget, a.Say(r.Synced(state.step))))
+
+
 def follow(
     state: State, event: e.StateReplaced | e.StepFollowed | e.CopyLevel | e.SourceLost
 ) -> Outcome:
@@ -339,6 +349,8 @@ def follow(
     match event:
         case e.StateReplaced(step, origin) | e.StepFollowed(step, origin):
             return Outcome(with_copy(state, step, origin))
+        case e.CopyLevel() | e.SourceLost() if not state.is_whole:
+            return end_ahead(state, event)
         case e.CopyLevel() if state.source is Source.LEVEL:
             return Outcome(state)
         case e.CopyLevel():
@@ -347,3 +359,12 @@ def follow(
         case e.SourceLost(why):
             state = replace(state, source=Source.NONE)
             return Outcome(state, (a.StopCopy(), a.Say(r.SyncFailed(why))))
+
+
+def end_ahead(state: State, event: e.CopyLevel | e.SourceLost) -> Outcome:
+    """It has its part, or it will get it when a generation forms: either way it may come in."""
+    if state.source is Source.LEVEL:
+        return Outcome(state)
+    given_up = () if isinstance(event, e.CopyLevel) else (a.StopCopy(),)
+    state = replace(state, source=Source.LEVEL)
+    return Outcome(state, (*given_up, a.Say(r.Synced(state.step))))

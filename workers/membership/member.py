@@ -21,7 +21,6 @@ from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command, Finish, Form
-from elastic.protocol.step_record import KnownSteps
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers.checkpoint.saver import Saver
@@ -35,11 +34,12 @@ from workers.health.fingerprint import alike
 from workers.health.vitals import FORMING, Vitals
 from workers.membership import actions as a
 from workers.membership import events as e
+from workers.membership.ahead import CopyingAhead
 from workers.membership.joining import Copying
 from workers.membership.link import ControllerLink
 from workers.membership.machine import transition
 from workers.membership.state import Ended, State, validate
-from workers.membership.state_stream import Followers, PeerServer
+from workers.membership.state_stream import Followers, PeerServer, Start
 from workers.membership.step_log import Records
 from workers.membership.unwinding import RunEnded, lost_peer_in
 from workers.parallel.strategy import Formed, Strategy
@@ -47,7 +47,6 @@ from workers.resharding.assemble import ShardLost
 from workers.step.evaluation_log import EvaluationLog
 from workers.step.vote import CompletedVote
 from workers.train_state.out_of_memory import told_as_loss
-from workers.train_state.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 RollForward: TypeAlias = Callable[[CompletedVote], None]
@@ -93,10 +92,12 @@ class Member:
         connect = alike(connect_for(device, spec.host), spec, device)
         self.own = OwnGroup(spec, connect, lambda: self.machine.is_given_up, vitals, on_stuck)
         self._pieces: Pieces | None = None
-        self.followers = Followers(peers)
+        self.followers = Followers(peers, self._state_and_records, strategy.ahead)
         delays = self.backup.delays_commits
         self.records = Records(link, spec.global_batch, is_delayed=delays)
-        self._copying = Copying(spec, self.train_state, vitals, device, self.records, self._tell)
+        records, tell, state = self.records, self._tell, self.train_state
+        ahead = CopyingAhead(spec, strategy.ahead, vitals, device, tell)
+        self._copying = Copying(spec, state, vitals, device, records, tell, ahead=ahead)
 
     # --- the machine -----------------------------------------------------------------
     def hear(self, command: Command) -> None:
@@ -126,8 +127,8 @@ class Member:
                 self._protect(is_pausing=is_pausing)
             case a.StopCopy():
                 self._copying.stop()
-            case a.Follow(address):
-                return self._follow(address)
+            case a.Follow() | a.CopyAhead():
+                return self._copying.start(action, self.wake)
             case a.ForgetState():
                 self.strategy.forget()
                 self.records.forget()
@@ -140,7 +141,7 @@ class Member:
             case a.LeaveGroup(form):
                 self._leave_group(form)
             case a.BeginGroup(form):
-                self.own.begin(form)
+                self._begin_group(form)
             case a.RollForward(form):
                 self._roll_forward(form)
             case a.DropGradients():
@@ -149,7 +150,7 @@ class Member:
             case a.CatchUp():
                 return self._catch_up(action)
             case a.RenewFollowers():
-                self.followers.renew(self._state_and_records)
+                self.followers.renew()
             case a.Meet():
                 return self._meet()
             case a.CatchUpLate() | a.AssembleState():
@@ -324,6 +325,7 @@ class Member:
         self._copying.apply_received()
         if why := self._copying.failure:
             self._tell(e.SourceLost(why))
+        self._copying.ahead.look_around()
 
     def wake(self) -> None:
         """Any thread: there is something to do at the boundary."""
@@ -380,9 +382,14 @@ class Member:
         self.vitals.generation = form.generation
         self.vitals.waits_in(0, "", 0)
         self.vitals.enter("form")
+        self.followers.end_parts()
         self.own.leave(form.generation)
         self.saver.give_up(form.generation - 1)
         self._state_s = 0.0
+
+    def _begin_group(self, form: Form) -> None:
+        self.own.begin(form)
+        self._copying.ahead.finish(form.step, lambda: self.machine.is_given_up)
 
     def _roll_forward(self, form: Form) -> None:
         assert form.vote is not None
@@ -482,19 +489,10 @@ class Member:
             return e.PeersLost.of(error)
         return e.EverybodyEntered()
 
-    # --- following and being followed --------------------------------------------------------
-    def _follow(self, address: tuple[str, int] | None) -> e.Event | None:
-        if address is None:
-            return e.SourceLost("cannot reach the source: it is gone")
-        try:
-            self._copying.start(address, self.wake)
-        except OSError as error:
-            return e.SourceLost(f"cannot reach the source: {error}")
-        return None
-
-    def _state_and_records(self) -> tuple[Snapshot, KnownSteps]:
-        return self.train_state.snapshot(), self.records.known()
+    # --- being followed ------------------------------------------------------------------
+    def _state_and_records(self) -> Start:
+        return Start(self.train_state.snapshot(), self.records.known())
 
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""
-        self.followers.take_on(self._state_and_records)
+        self.followers.take_on()

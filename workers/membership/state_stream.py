@@ -9,6 +9,7 @@ Point to point over TCP, no pickle (elastic/protocol/wire.py).
 """
 
 import logging
+import math
 import queue
 import socket
 import threading
@@ -19,13 +20,23 @@ from dataclasses import dataclass, replace
 import torch
 
 from elastic.protocol import wire
+from elastic.protocol.layout import BlockSets
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.direction import header_of, pack
 from elastic.protocol.messages.hello import Hello
-from elastic.protocol.messages.peer import TO_FOLLOWER, Lags, State, TensorShapes, ToFollower
+from elastic.protocol.messages.peer import (
+    FROM_FOLLOWER,
+    TO_FOLLOWER,
+    Lags,
+    State,
+    TensorShapes,
+    ToFollower,
+    Wanted,
+)
 from elastic.protocol.step_record import KnownSteps
 from workers.distributed.admission import Admission
 from workers.distributed.keepalive import watch_host
+from workers.parallel.ahead import PartAhead
 from workers.tensors.local import as_bytes
 from workers.train_state.out_of_memory import says_no_memory
 from workers.train_state.snapshot import HostMemory, Snapshot
@@ -33,6 +44,7 @@ from workers.train_state.train_state import Update
 
 log = logging.getLogger(__name__)
 Tensors = Mapping[str, torch.Tensor]
+NOTHING_KNOWN = KnownSteps((), None)
 MAX_QUEUED_BYTES = 2**30
 """Of updates that a follower has not been sent: one that is further behind lags."""
 
@@ -61,7 +73,12 @@ def message_of(update: Update, records: KnownSteps) -> tuple[peer.Update, dict[s
         records=records,
         origin=update.origin,
     )
-    kinds = {"gradient": update.gradients, "buffer": update.buffers, "integer": update.integers}
+    kinds = {
+        "gradient": update.gradients,
+        "buffer": update.buffers,
+        "integer": update.integers,
+        "square": update.squares,
+    }
     return message, {f"{kind}/{n}": t for kind, of in kinds.items() for n, t in of.items()}
 
 
@@ -69,7 +86,9 @@ def update_of(
     said: peer.Update, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> Update:
     """The inverse of `message_of`, on a follower."""
-    found: dict[str, dict[str, torch.Tensor]] = {"gradient": {}, "buffer": {}, "integer": {}}
+    found: dict[str, dict[str, torch.Tensor]] = {
+        kind: {} for kind in ("gradient", "buffer", "integer", "square")
+    }
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
         found[kind][name] = tensor.to(device)
@@ -83,7 +102,13 @@ def update_of(
         integers=found["integer"],
         log_names=said.log_names,
         origin=said.origin,
+        squares=found["square"],
     )
+
+
+def size_of(tensors: Tensors) -> int:
+    """Bytes."""
+    return sum(t.nbytes for t in tensors.values())
 
 
 def send_update(connection: socket.socket, message: peer.Update | Lags, tensors: Tensors) -> None:
@@ -120,8 +145,11 @@ def receive_tensors(
 class Follower:
     """A newcomer that this worker feeds. The main thread offers, a thread sends."""
 
-    def __init__(self, connection: socket.socket, worker: int) -> None:
-        self.worker = worker
+    def __init__(
+        self, connection: socket.socket, worker: int, blocks: BlockSets | None = None
+    ) -> None:
+        """blocks: as in `Wanted`; None: all of the state."""
+        self.worker, self.blocks = worker, blocks
         self.is_lost = self.is_lagging = False
         self._connection = connection
         self._snapshot: Snapshot | None = None
@@ -133,10 +161,9 @@ class Follower:
         self._lock = threading.Lock()
         threading.Thread(target=self._send, name=f"follower-{worker}", daemon=True).start()
 
-    def begin(self, snapshot: Snapshot, records: KnownSteps) -> None:
-        """The state to start from, or anew, and what is known of its last steps."""
-        self._snapshot, self.is_lagging = snapshot, False
-        self._queue.put(Start(snapshot, records))
+    def begin(self, start: Start) -> None:
+        self._snapshot, self.is_lagging = start.snapshot, False
+        self._queue.put(start)
 
     def offer(self, update: peer.Update, tensors: Tensors) -> None:
         """Queue a copy of an update, unless it lags."""
@@ -179,7 +206,11 @@ class Follower:
         """Memory for the next updates."""
         self._memory.give(copies)
         with self._lock:
-            self._queued_bytes -= sum(t.nbytes for t in copies.values())
+            self._queued_bytes -= size_of(copies)
+
+    def end(self) -> None:
+        """Nothing follows what is queued."""
+        self._queue.put(None)
 
     def close(self) -> None:
         self.is_lost = True
@@ -226,7 +257,10 @@ class PeerServer:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             watch_host(connection, self._detect_s, is_sender=True)
-            self._arrived.put(Follower(connection, int(hello.worker)))
+            blocks: BlockSets | None = None
+            if hello.role == "part":
+                blocks = FROM_FOLLOWER.read(*wire.receive(connection)).blocks
+            self._arrived.put(Follower(connection, int(hello.worker), blocks))
             self._wake()
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
@@ -242,30 +276,57 @@ class PeerServer:
 class Followers:
     """Those that a member feeds."""
 
-    def __init__(self, server: PeerServer) -> None:
-        self._server = server
+    def __init__(
+        self, server: PeerServer, whole: Callable[[], Start], ahead: PartAhead | None = None
+    ) -> None:
+        """whole: all of the state, if this worker has it, and what is known of its last steps.
+        ahead: of a state in parts."""
+        self._server, self._whole, self._ahead = server, whole, ahead
         self._all: list[Follower] = []
 
-    def take_on(self, start: Callable[[], tuple[Snapshot, KnownSteps]]) -> None:
-        """Whoever has arrived begins with a snapshot, and what is known of its last steps."""
+    def take_on(self) -> None:
+        """Whoever has arrived begins with the state, or what it wants of it; who wants what this
+        worker cannot give is told by the end of the connection."""
         for follower in self._server.arrived():
-            follower.begin(*start())
-            self._all.append(follower)
+            start = self._start(follower.blocks)
+            if start is None:
+                follower.close()
+            else:
+                follower.begin(start)
+                self._all.append(follower)
 
-    def renew(self, start: Callable[[], tuple[Snapshot, KnownSteps]]) -> None:
+    def _start(self, blocks: BlockSets | None) -> Start | None:
+        if blocks is None:
+            return self._whole()
+        snapshot = None if self._ahead is None else self._ahead.snapshot(blocks)
+        return None if snapshot is None else Start(snapshot, NOTHING_KNOWN)
+
+    def renew(self) -> None:
         """A generation forms: whoever lags gets the state as it is now."""
         for follower in self._all:
             if follower.is_lagging and not follower.is_lost:
-                follower.begin(*start())
+                follower.begin(self._whole())
 
     def offer(self, update: Update, records: Callable[[], KnownSteps]) -> None:
-        """A committed step. records: what is known of it, asked for if there is anybody to take
-        it."""
+        """A committed step, before it is applied. records: what is known of it, asked for if there
+        is anybody to take it."""
         self._all = [f for f in self._all if not f.is_lost]
-        if self._all:
+        whole = [f for f in self._all if f.blocks is None]
+        if whole:
             message, tensors = message_of(update, records())
-            for follower in self._all:
+            for follower in whole:
                 follower.offer(message, tensors)
+        for follower in self._all:
+            if follower.blocks is not None and self._ahead is not None:
+                part = self._ahead.update(update, follower.blocks)
+                follower.offer(*message_of(part, NOTHING_KNOWN))
+
+    def end_parts(self) -> None:
+        """A generation forms, in which this worker may hold other blocks."""
+        for follower in self._all:
+            if follower.blocks is not None:
+                follower.end()
+        self._all = [f for f in self._all if f.blocks is None]
 
 
 class Following:
@@ -279,8 +340,13 @@ class Following:
         worker: int,
         timeout_s: float,
         detect_s: float | None,
-        wake: Callable[[], None],
+        wake: Callable[[], object],
+        blocks: BlockSets | None = None,
+        max_unused_bytes: float = math.inf,
     ) -> None:
+        """blocks: of a source that has a part of the state, the tensors that are wanted.
+        max_unused_bytes: of updates that were received and are not used; if several are more, no
+        others are received."""
         self.received: queue.SimpleQueue[tuple[ToFollower, dict[str, torch.Tensor]]] = (
             queue.SimpleQueue()
         )
@@ -294,19 +360,28 @@ class Following:
         """There is no memory for what came."""
         self.num_tensors = 0
         """Received so far, of what is not whole yet as well."""
+        self._num_unused = self._unused_bytes = 0
+        self._max_unused_bytes, self._lock = max_unused_bytes, threading.Lock()
         self._wake = wake
         self._connection = socket.create_connection(address, timeout=timeout_s)
         self._connection.settimeout(None)  # a source between steps is silent; its loss closes,
         watch_host(self._connection, detect_s, is_sender=False)  # unless the link is cut
-        self._connection.sendall(pack(Hello(token, worker)))
+        role = "" if blocks is None else "part"
+        self._connection.sendall(pack(Hello(token, worker, role)))
+        if blocks is not None:
+            self._connection.sendall(pack(Wanted(blocks)))
         threading.Thread(target=self._receive, name="following", daemon=True).start()
 
     def _receive(self) -> None:
         try:
-            while True:
-                self.received.put(receive_tensors(self._connection, self.memory, self._count))
+            while self._has_room:
+                said, tensors = receive_tensors(self._connection, self.memory, self._count)
+                self._count_unused(said, tensors, 1)
+                self.received.put((said, tensors))
                 self.arrived.set()
                 self._wake()
+            self._end("it has sent more steps than can be kept until other sources have")
+            self.close()
         except (OSError, ValueError) as error:
             self._end(f"the source closed the connection: {error}")
         except (MemoryError, RuntimeError) as error:
@@ -315,6 +390,20 @@ class Following:
 
     def _count(self) -> None:
         self.num_tensors += 1
+
+    @property
+    def _has_room(self) -> bool:
+        return self._num_unused < 2 or self._unused_bytes <= self._max_unused_bytes
+
+    def _count_unused(self, said: ToFollower, tensors: Tensors, sign: int) -> None:
+        if isinstance(said, peer.Update):
+            with self._lock:
+                self._num_unused += sign
+                self._unused_bytes += sign * size_of(tensors)
+
+    def use(self, said: ToFollower, tensors: Tensors) -> None:
+        """These, of what was received, wait for nothing any more."""
+        self._count_unused(said, tensors, -1)
 
     def _end(self, why: str) -> None:
         self.failure = why

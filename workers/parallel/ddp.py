@@ -56,6 +56,7 @@ class Replicated:
     """See `workers.parallel.strategy.Strategy`."""
 
     is_whole = True
+    ahead = None
     is_runnable = True
     fitted_over = 0
 

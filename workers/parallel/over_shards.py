@@ -20,6 +20,7 @@ from elastic.store.catalogue import Catalogue, Damage
 from workers.backup.backup import Backup
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
+from workers.parallel.ahead import PartAhead
 from workers.parallel.shards import Ownership, Shards, SplitModel
 from workers.parallel.strategy import Entered, Formed
 from workers.resharding.whole import whole_on_first
@@ -32,6 +33,7 @@ class OverShards:
     """See `workers.parallel.strategy.Strategy`."""
 
     is_whole = False
+    ahead: PartAhead | None = None
 
     def __init__(
         self,

@@ -166,6 +166,30 @@ class Shards:
             step = self._train_state.step
             self.holding = replace(self.holding, step=step, origin=self._generation)
 
+    # --- a part of a generation to come -------------------------------------------------------
+    @property
+    def is_live(self) -> bool:
+        """The model's parameters are its shards of a state."""
+        return self.holding.kind == "shards"
+
+    def take_ahead(
+        self, at: Position, header: Mapping[str, Any], tensors: dict[str, Tensor]
+    ) -> None:
+        """What a newcomer has of it so far, which nobody counts on. tensors: those of `at`, given
+        away."""
+        self._train_state.settle()
+        self.is_untouched = False
+        device = self._model.device
+        found = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self._place(at, found)
+        self._install(header, found, {})
+
+    def claim(self, at: Position) -> None:
+        """It has all that `at` has."""
+        step, origin, mesh = self._train_state.step, self._train_state.origin, at.mesh
+        place, size = mesh.position(at.rank), mesh.world_size
+        self.holding = Ownership("shards", step, place, size, origin, mesh.cuts)
+
     # --- a generation begins --------------------------------------------------------------
     def enter(self, formed: Formed, mesh: Mesh, claims: list[Ownership]) -> Entered:
         """The newest state of at most `formed.step` steps that is whole.

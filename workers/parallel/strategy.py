@@ -20,6 +20,7 @@ from elastic.store.catalogue import Catalogue, Damage
 from workers.backup.backup import Backup
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
+from workers.parallel.ahead import PartAhead
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards
 from workers.step.vote import Loss
@@ -148,6 +149,12 @@ class Strategy(Protocol):
     fitted_over: int
     """Members of the generation that has committed last; 0: before the first step, and where more
     members leave each of them no more memory."""
+
+    @property
+    def ahead(self) -> PartAhead | None:
+        """How a newcomer copies a part of the state while the others train; None: it gets it when a
+        generation forms."""
+        ...
 
     # --- what this worker holds -------------------------------------------------------
     @property

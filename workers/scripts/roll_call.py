@@ -47,6 +47,8 @@ class RollCall:
         """So far, all together."""
         self._asked = time.monotonic(), 0.0
         """When it was asked last for the rank's own part, and how long it had waited by then."""
+        self.data_s = 0.0
+        """For so long the script has waited for its data since it was asked last."""
         self._counts: dict[str, int] = {}
         self._said_wait = False
         self._main = threading.get_ident()
@@ -79,11 +81,13 @@ class RollCall:
             if self._said_wait:
                 self._say("", 0.0)
 
-    def take_own_s(self) -> float:
-        """Seconds, since it was asked last, in which this rank has waited for nobody."""
-        now, (since, waited_s) = time.monotonic(), self._asked
-        self._asked = now, self._waited_s
-        return now - since - (self._waited_s - waited_s)
+    def take_own_s(self) -> tuple[float, float]:
+        """Seconds, since it was asked last, in which this rank has waited for nobody; and those of
+        them in which it has waited for its data."""
+        now, (since, waited_s), data_s = time.monotonic(), self._asked, self.data_s
+        self._asked, self.data_s = (now, self._waited_s), 0.0
+        own_s = now - since - (self._waited_s - waited_s)
+        return own_s, min(data_s, own_s)
 
     def _keep_saying(self) -> None:
         said_at = time.monotonic()

@@ -257,7 +257,7 @@ class Diagnosis:
         unreached = {w: ends - found[w] for w in found if w in hosts}
         heard = {hosts[w] for w in unreached}  # else it is silent for us, too
         hosts = {w: host for w, host in hosts.items() if host in heard}
-        newcomers = {w for w in members if not members[w].heartbeat.own_steps}
+        newcomers = {w for w in members if not members[w].heartbeat.own.steps}
         cut_off = parted(hosts, unreached, newcomers)
         gone = {w: Suspect("unreachable", why) for w, why in cut_off}
         if self._is_under_way:

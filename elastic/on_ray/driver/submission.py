@@ -23,9 +23,15 @@ from elastic.on_ray.driver.package import package_of
 from elastic.on_ray.driver.raylet_words import hush_deaths
 from elastic.on_ray.driver.remnants import Remnants
 from elastic.on_ray.placement.autoscaling import can_add_gpus, refuse_unfillable, report
-from elastic.on_ray.placement.machines import choose_device, machines, torches_on
+from elastic.on_ray.placement.machines import (
+    choose_device,
+    gpus_here,
+    machines,
+    refuse_too_few,
+    torch_here,
+    torches_on,
+)
 from elastic.protocol.errors import ControllerLost, WrongInput, in_words
-from elastic.protocol.membership import counted
 from elastic.protocol.placing import Need
 from elastic.store.claim import this_machine
 
@@ -64,6 +70,8 @@ class ClusterRequest:
     run_directory: str
     """A path or URI; it is not shipped with the folder."""
     detach: bool
+    before_start: Callable[[], None]
+    """Called before Ray is started on this machine; what it raises is the end."""
     slow_step: Callable[[str], AbstractContextManager[None]]
     """For a block, by what it does; tells that if it takes long."""
 
@@ -147,16 +155,7 @@ class RayDriver:
                     f"Ray cannot be joined at address {address!r}: {line}; check it with "
                     "`ray status --address ...`, or use --address local"
                 ) from error
-        if request.detach:
-            raise WrongInput(
-                "--detach needs a Ray cluster that outlives this process; give --address, or "
-                "leave --detach out"
-            )
-        if (need := request.need("cpu")).is_special:
-            raise WrongInput(
-                f"a worker needs {need}, which a Ray that starts embedded does not have: give "
-                "--address of a cluster"
-            )
+        self._refuse_embedded()
         self.is_embedded = True
         try:
             with request.slow_step("starting Ray on this machine"):
@@ -173,6 +172,25 @@ class RayDriver:
                 "CPU time? Start the same run again"
             ) from error
         self._at_close.callback(Remnants().close)
+
+    def _refuse_embedded(self) -> None:
+        """WrongInput for whatever a Ray on this machine will lack: to start it takes seconds."""
+        request = self._request
+        if request.detach:
+            raise WrongInput(
+                "--detach needs a Ray cluster that outlives this process; give --address, or "
+                "leave --detach out"
+            )
+        if (need := request.need("cpu")).is_special:
+            raise WrongInput(
+                f"a worker needs {need}, which a Ray that starts embedded does not have: give "
+                "--address of a cluster"
+            )
+        if request.device == "cuda":
+            num_gpus, torch = gpus_here(), torch_here()
+            choose_device("cuda", num_gpus, {"127.0.0.1": torch} if num_gpus and torch else {})
+            refuse_too_few(request.min_workers, num_gpus)
+        request.before_start()
 
     def _runtime_env(self, folder: Path | None) -> dict[str, Any] | None:
         """Ray ships the folder, unless the job has chosen a working_dir already."""
@@ -201,12 +219,8 @@ class RayDriver:
             can_add = can_add_gpus() if is_open else False
             torches = torches_on(with_gpus) if with_gpus else {}
         device, note = choose_device(request.device, num_gpus, torches, can_add)
-        if device == "cuda" and self.is_embedded and num_gpus < request.min_workers:
-            raise WrongInput(
-                f"a GPU for each of {counted(request.min_workers, 'worker')} is needed, and this "
-                f"machine has {num_gpus}; "
-                "lower --workers, or use --device cpu"
-            )
+        if device == "cuda" and self.is_embedded:
+            refuse_too_few(request.min_workers, num_gpus)
         if not self.is_embedded:
             need = request.need(device)
             refuse_unfillable(need, there, report())
@@ -224,16 +238,6 @@ class RayDriver:
             "machine": this_machine(),
             "ray": "embedded" if self.is_embedded else address,
         }
-
-    def pickle(self, workload: Any, loop: Any) -> bytes:
-        """By name where a module holds them, by value for `__main__` and notebooks."""
-        try:
-            return cloudpickle.dumps((workload, loop))
-        except Exception as error:
-            raise WrongInput(
-                f"the workload cannot be sent to workers: {type(error).__name__}: {error}; keep "
-                "open files, locks and generators out of its constructor"
-            ) from error
 
     def submit(self, supervise: actors.Supervise, order: dict[str, Any]) -> None:
         """Start the controller. It reports through `poll`."""
@@ -321,6 +325,17 @@ class RayDriver:
         if not self._was_connected:
             ray.shutdown()
         self._at_close.close()
+
+
+def pickled(workload: Any, loop: Any) -> bytes:
+    """By name where a module holds them, by value for `__main__` and notebooks."""
+    try:
+        return cloudpickle.dumps((workload, loop))
+    except Exception as error:
+        raise WrongInput(
+            f"the workload cannot be sent to workers: {type(error).__name__}: {error}; keep "
+            "open files, locks and generators out of its constructor"
+        ) from error
 
 
 def is_stale(address: str, asked_for: str | None) -> bool:

@@ -77,6 +77,25 @@ def driver_lack(cuda: str, driver: int | None) -> str:
     return ""
 
 
+def gpus_here() -> int:
+    """As many as Ray will say that this machine has. Private API of Ray, this place only."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager = cast(Any, get_accelerator_manager_for_resource("GPU"))
+    num_gpus: int = manager.get_current_node_num_accelerators()
+    visible: list[str] | None = manager.get_current_process_visible_accelerator_ids()
+    return num_gpus if visible is None else min(num_gpus, len(visible))
+
+
+def refuse_too_few(num_workers: int, num_gpus: int) -> None:
+    """WrongInput if a Ray of this machine alone has not a GPU for each worker."""
+    if num_gpus < num_workers:
+        raise WrongInput(
+            f"a GPU for each of {counted(num_workers, 'worker')} is needed, and this machine has "
+            f"{num_gpus}; lower --workers, or use --device cpu"
+        )
+
+
 def torches_on(asked: Sequence[Machine]) -> dict[str, Torch]:
     """By the machine's address; who does not answer in time is left out."""
     ask = cast(Any, ray.remote(torch_here))

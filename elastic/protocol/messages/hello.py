@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from elastic.protocol.messages.direction import Direction
 from elastic.protocol.wire import BadFrame, Header
 
-VERSION = 4
+VERSION = 5
 """Of all messages. Who hears another one in a hello says so and has nothing else to say."""
 
 
@@ -16,7 +16,8 @@ class Hello:
     worker: int = -1
     """Who dials; -1: no worker."""
     role: str = ""
-    """To the controller: "worker" or "pulse"."""
+    """To the controller: "worker" or "pulse". To a member: "" wants all of its state, "part" says
+    in a second frame what (peer.py)."""
     number: int = 0
     """So many connections the worker has tried: the one with the highest number is its link."""
     version: int = VERSION

@@ -1,4 +1,5 @@
-"""What a worker sends who follows it: its state, then what each step changes. Answered by nothing.
+"""What a worker sends who follows it: its state, then what each step changes. Answered by nothing,
+and asked for by `Wanted` where only a part is.
 
 The tensors that a message names follow it, one after the other, as they are in memory.
 """
@@ -6,6 +7,7 @@ The tensors that a message names follow it, one after the other, as they are in 
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
+from elastic.protocol.layout import BlockSets
 from elastic.protocol.messages.direction import Direction
 from elastic.protocol.step_record import STEP_RECORD, KnownSteps
 
@@ -15,7 +17,8 @@ TensorShapes: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The whole of it, after a step."""
+    """After a step: the whole of it, or, of a model in stages, what was asked for; the tensors of
+    other blocks come without elements."""
 
     state: dict[str, Any]
     """What `TrainState.restore` takes beside the tensors."""
@@ -28,7 +31,8 @@ class State:
 @dataclass(frozen=True, slots=True)
 class Update:
     """What one step changes (workers/train_state/train_state.py): the tensors gradient/NAME of
-    parameters, buffer/NAME and integer/NAME of floating and other buffers."""
+    parameters, buffer/NAME and integer/NAME of floating and other buffers, and, where these are in
+    parts, square/NAME of the rows of gradients."""
 
     step: int
     is_finite: bool
@@ -50,6 +54,14 @@ class Lags:
     tensors: TensorShapes = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Of a model in stages: the tensors of these blocks."""
+
+    blocks: BlockSets
+
+
+FROM_FOLLOWER: Direction[Wanted] = Direction(Wanted)
 ToFollower: TypeAlias = State | Update | Lags
 
 TO_FOLLOWER: Direction[ToFollower] = Direction(*get_args(ToFollower), parts=STEP_RECORD)

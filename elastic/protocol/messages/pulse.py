@@ -10,6 +10,18 @@ KILLED = "X"
 
 
 @dataclass(frozen=True, slots=True)
+class OwnPart:
+    """What a rank does of its steps while it waits for no peer: its data and its computation."""
+
+    steps: int = 0
+    """That it has done so far."""
+    seconds: float = 0.0
+    """Per micro-batch, the median of the last steps."""
+    data_s: float = 0.0
+    """Those of them that it waited for its data: its loader is late, its computation is not."""
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     worker: int
     generation: int
@@ -25,10 +37,7 @@ class Heartbeat:
     """The letter in /proc/<pid>/stat, or KILLED; the heartbeat's sender is another process."""
     collective: tuple[int, str, int] = (0, "", 0)
     """Which of its generation's it waited for last: number, name, elements."""
-    own_steps: int = 0
-    """Steps whose own part, data and computation, it has done."""
-    own_s: float = 0.0
-    """Seconds of that part per micro-batch, the median of the last steps."""
+    own: OwnPart = OwnPart()
     is_new_there: bool = False
     """It has been through this phase a few times only, of which `p95_s` is."""
     part: str = ""
@@ -70,4 +79,4 @@ Question: TypeAlias = StacksAsked | ReachAsked
 Said: TypeAlias = Heartbeat | Stacks | Reached
 
 TO_PULSE: Direction[Question] = Direction(*get_args(Question))
-FROM_PULSE: Direction[Said] = Direction(*get_args(Said))
+FROM_PULSE: Direction[Said] = Direction(*get_args(Said), parts=(OwnPart,))

@@ -28,6 +28,17 @@ class Sync:
     source: int
     address: tuple[str, int] | None
     """None: the source is gone."""
+    members: tuple[tuple[str, int] | None, ...] = ()
+    """Of a model in stages: the addresses of those who train, by rank. Empty: nobody does, or each
+    member has all of the state."""
+    order: tuple[int, ...] = ()
+    """Of theirs, as `Form.order`."""
+    rank: int = 0
+    """What this worker is likely to be in the next generation, ..."""
+    world_size: int = 1
+    """... with so many ranks, ..."""
+    next_order: tuple[int, ...] = ()
+    """... in this order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def slow(member: Member) -> tuple[float, float]:
     group, vitals = joined(member)
     seconds = KERNEL_S * (3 if member.index == 1 else 1)
     return_s = [one_step(member, group, vitals, seconds) for _ in range(STEPS)]
-    return vitals._own_s, median(return_s)
+    return vitals.own.seconds, median(return_s)
 
 
 def joined(member: Member) -> tuple[Any, Vitals]:

@@ -16,12 +16,14 @@ from elastic.protocol.errors import PeerLost, WrongInput
 from elastic.protocol.layout import BlockSets
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages.to_controller import Planned, Stage
+from elastic.protocol.messages.to_worker import Sync
 from elastic.protocol.pipeline import PipelinePlan, Seat, Stages, plan_pipeline
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.backup.backup import Backup
 from workers.data.loader import AnyLoader
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
+from workers.parallel.ahead import PartAhead, Sources
 from workers.parallel.fsdp2_private.shard_step import ELEMENTWISE
 from workers.parallel.initial import Initial, settle_small
 from workers.parallel.over_shards import OverShards, when_lost
@@ -109,6 +111,14 @@ class Staged(OverShards):
         self._told: Structure | None = None
         """Likewise, of the generation at hand."""
         self._rows: SharedRows | None = None
+        self.ahead = PartAhead(
+            train_state,
+            parts.layout,
+            self._sources,
+            is_live=lambda: shards.is_live,
+            take=shards.take_ahead,
+            claim=shards.claim,
+        )
 
     # --- a generation begins --------------------------------------------------------------
     def examine(
@@ -166,6 +176,30 @@ class Staged(OverShards):
                 self._parts, mesh, self._groups, self._on_lost, formed.gathering
             )
         return replace(entered, doubled=self._doubled(group))
+
+    def _sources(self, sync: Sync) -> Sources | None:
+        """Whose blocks this worker, a newcomer, copies ahead."""
+        chain, parallel = self.chain, self._spec.parallel
+        if chain is None or parallel.cuts_tensors:
+            return None  # where rows are shared a newcomer changes everybody's
+        count, schedule = self._spec.num_microbatches, parallel.schedule
+
+        def mesh_of(size: int, order: tuple[int, ...]) -> Mesh:
+            plan = plan_pipeline(self._depth, size, chain.costs, count, schedule)
+            return Mesh(parallel, size, order, plan.cuts)
+
+        now = mesh_of(len(sync.members), sync.order)
+        then = mesh_of(sync.world_size, sync.next_order)
+        mine, found = set(then.blocks(sync.rank)), dict[int, list[tuple[int, ...]]]()
+        for blocks in sorted(set(chain.uses.values())):
+            if mine.isdisjoint(blocks):
+                continue
+            ranks = now.ranks_with_blocks(blocks)
+            chosen = next((r for r in ranks if r in found), ranks[sync.rank % len(ranks)])
+            found.setdefault(chosen, []).append(blocks)
+        if not found:
+            return None
+        return Sources(then, sync.rank, {rank: tuple(of) for rank, of in found.items()})
 
     def _doubled(self, group: AnyGroup) -> BlockSets:
         """The blocks of tensors that live on two nodes. A collective."""

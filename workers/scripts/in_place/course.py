@@ -64,6 +64,10 @@ class Regrouping(Recording, Protocol):
         """Gradients have met."""
         ...
 
+    def waited_for_data(self, seconds: float) -> None:
+        """A loader of the script's took so long."""
+        ...
+
     @property
     def how_it_grows(self) -> str:
         """When new ranks enter, in words."""
@@ -210,6 +214,9 @@ class Course:
         self.training.suspicion = self.training.suspicion or why
 
     # --- samples ------------------------------------------------------------------------------
+    def waited_for_data(self, seconds: float) -> None:
+        self._regrouping.waited_for_data(seconds)
+
     def add_samples(self, num: int, usual: float) -> None:
         """The script has a batch. usual: as many as it would have of this iteration without a loss,
         the same on all members."""

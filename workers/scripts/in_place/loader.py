@@ -9,6 +9,7 @@ are.
 import hashlib
 import inspect
 import logging
+import time
 import weakref
 from array import array
 from collections import deque
@@ -163,6 +164,7 @@ class LoaderPass(Pass):
         self._course.check()
         self.ask()
         while True:
+            began = time.monotonic()
             try:
                 batch = next(batches)
             except StopIteration:
@@ -170,6 +172,7 @@ class LoaderPass(Pass):
                 if self.draws_ahead:
                     self.deliver()
                 raise
+            self._course.waited_for_data(time.monotonic() - began)
             iteration = self._loading.popleft()
             if iteration is not None:
                 break

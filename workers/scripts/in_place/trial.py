@@ -41,6 +41,8 @@ class Nobody:
 
     def end_unit(self) -> None: ...
 
+    def waited_for_data(self, seconds: float) -> None: ...
+
     def unwind(self) -> NoReturn:
         raise AssertionError("nobody calls it again")
 
