@@ -8,6 +8,7 @@ import typer
 
 from elastic.cli.job_file import OPTIONS, SECTIONS
 from elastic.cli.journal import RunDir, open_run
+from elastic.cli.share_table import size_text
 from elastic.driver.resume import SCRIPT, is_script
 from elastic.observe.charts import draw
 from elastic.observe.report_page import MARK, page
@@ -45,7 +46,7 @@ def report(
         write_local(out, content, is_durable=False)
     except OSError as error:
         raise WrongInput(f"the report cannot be written to {out}: {first_line(error)}") from error
-    print(f"report: {out}, {len(content) / 1e6:.1f} MB")
+    print(f"report: {out}, {size_text(len(content))}")
     return 0
 
 

@@ -122,7 +122,7 @@ def read_sweep(path: Path) -> Sweep:
         count = len(conditions) * len(seeds)
         raise WrongInput(f"{place} has {count} runs, more than {MOST_RUNS}")
     job = folder / text_of(fields["job"], f"{place}: job")
-    results = folder / Path(text_of(fields["place"], f"{place}: place")).expanduser()
+    results = (folder / Path(text_of(fields["place"], f"{place}: place")).expanduser()).resolve()
     if "://" in str(fields["place"]):
         raise WrongInput(f"{place}: place must be a folder of this machine: faults are put from it")
     return Sweep(job, results, conditions, seeds, scenarios, limit_s)
