@@ -91,7 +91,7 @@ def test_a_loss_of_capacity_shrinks_the_run_and_its_gain_grows_it(
     (tmp_path / "trace.csv").write_text("0,3\n2,1\n9,3\n")
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text("faults: [{what: capacity, when: {trace: trace.csv}}]")
-    options = {"address": nodes.address, "workers": "1..3", "steps": STEPS, "set": ["sleep=0.1"]}
+    options = {"address": nodes.address, "workers": "1..3", "steps": STEPS, "set": ["sleep=0.2"]}
     with LiveRun(f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", ray_temp, **options) as run:
         run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 0)
         words = ("chaos", scenario, run.directory, "--address", nodes.address)
