@@ -24,7 +24,7 @@ anywhere_and_idle = pytest.mark.parametrize(
 
 
 def pace(bound_s: float | None) -> dict[str, list[str]]:
-    """Beside other tests workers take long to come, and the run waits for them."""
+    """Of steps. Beside other tests workers take long to come, and a run must last until then."""
     return {"set": ["sleep=0.1" if bound_s else "sleep=0.2"]}
 
 
