@@ -16,7 +16,9 @@ def is_saved_of_four(status) -> bool:
     return status["world_size"] == 4 and status["committed_checkpoint"]
 
 
-@pytest.mark.parametrize("parallel", STRATEGIES)
+@pytest.mark.parametrize(
+    "parallel", [STRATEGIES[0], pytest.param(STRATEGIES[1], marks=pytest.mark.slow)]
+)
 def test_it_loses_a_worker_resumes_at_another_size_and_has_the_bits_of_ddp(
     start, reference, parallel
 ):
