@@ -8,14 +8,21 @@ export RAY_USAGE_STATS_ENABLED := 0
 unexport PYTHONDONTWRITEBYTECODE
 # GPUs are for test-gpu: the other tests ask for more workers than a machine may have of them.
 ifneq ($(wildcard /dev/nvidia0),)
-unit cluster test-faults: export CUDA_VISIBLE_DEVICES :=
+unit patient cluster test-faults: export CUDA_VISIBLE_DEVICES :=
 endif
 
-# What runs aside gets what the rest leaves of the machine. The kernel shares it out by session first.
+# $(call aside,N) runs what follows at priority N: it gets what the rest leaves of the machine. The
+# kernel shares that out by session first. An interrupt reaches no other session: it ends with make.
 APART := $(shell command -v setsid > /dev/null && echo setsid --wait)
-ASIDE := $(APART) sh -c '{ echo 19 > /proc/self/autogroup; } 2> /dev/null; exec nice -n 19 "$$@"' aside
+ENDS := $(shell setpriv --pdeathsig TERM true 2> /dev/null && echo setpriv --pdeathsig TERM)
+aside = $(APART) $(ENDS) sh -c '{ echo $(1) > /proc/self/autogroup; } 2> /dev/null; exec nice -n $(1) "$$@"' aside
+# Tests that compute and look at no clock: simulations, and the bits of ranks. They may take any time.
+PATIENT := $(wildcard tests/control/test_*simulation.py) \
+  $(patsubst %,tests/control/test_%.py,close_faults resizing) \
+  $(patsubst %,tests/workers/test_%.py,backup compilation doubled_blocks fsdp grid_strategy hsdp \
+    one_hash pipeline_stages staged_strategy stage_state tiled_strategy)
 
-.PHONY: help demo test suites aside unit cluster test-faults test-mutations test-gpu bench docs lint style types format clean
+.PHONY: help demo test suites aside unit patient cluster test-faults test-mutations test-gpu bench docs lint style types format clean
 .DEFAULT_GOAL := help
 
 help: ## what can be made
@@ -49,17 +56,23 @@ format: $(INSTALLED) ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff format .
 
 test: style ## what CI runs: lint, unit tests, then the tests that start Ray, with pyright aside
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target aside suites
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target aside suites
 
 aside: $(INSTALLED)
-	$(ASIDE) $(BIN)/pyright
+	$(call aside,19) $(BIN)/pyright
 
+# Those that start Ray wait for much of their time: the patient ones are computed meanwhile.
 suites:
-	@$(MAKE) --no-print-directory unit
-	@$(MAKE) --no-print-directory cluster
+	@$(MAKE) --no-print-directory unit LATER="$(PATIENT)"
+	@$(MAKE) --no-print-directory patient cluster
 
+# Some wait and some compute: each process begins in another part, and then takes of what is left.
 unit: $(INSTALLED) ## the tests that start no Ray
-	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 3 --durations 10 -rs
+	$(BIN)/pytest tests $(patsubst %,--ignore=%,tests/cluster tests/gpu $(LATER)) -m "not slow" \
+	  -n 4 --dist worksteal --durations 10 -rs
+
+patient: $(INSTALLED)
+	$(call aside,15) $(BIN)/pytest $(PATIENT) -m "not slow" --timeout 1800 --durations 10 -rs
 
 cluster: $(INSTALLED) ## the tests that start Ray
 	$(BIN)/pytest tests/cluster -m "not slow" -n 4 --timeout 600 --durations 10 -rs

@@ -18,7 +18,7 @@ def idle_share(lines: list[dict]) -> float:
 
 def test_four_micro_batches_on_three_ranks_leave_a_third_of_the_time_idle(start):
     """Rank 0 has two passes of 0.4 s, the others one: 4 of 6 are used."""
-    options = {"global_batch": 24, "micro_batch": 6, "steps": 8, "set": ["sleep=0.4"]}
+    options = {"global_batch": 24, "micro_batch": 6, "steps": 12, "set": ["sleep=0.4"]}
     with start("Toy", workers=3, **options) as run:
         run.wait_for(lambda s: s["step"] >= 5)
         status = elastic(run.env, "status", run.directory)
@@ -39,7 +39,7 @@ def test_four_micro_batches_on_three_ranks_leave_a_third_of_the_time_idle(start)
             assert of_step == pytest.approx(took[line["step"]], rel=0.01)
     waited_s = sum(x["wait_s"] for x in lines)
     idle = [idle_share([x for x in lines if x["step"] == step]) for step in took]
-    assert statistics.median(idle) == pytest.approx(1 / 3, abs=0.02), "a busy machine stalls some"
+    assert statistics.median(idle) == pytest.approx(1 / 3, abs=0.04), "a busy machine stalls some"
     assert end["result"]["badput"]["idle"] == pytest.approx(waited_s / 3, rel=0.02)
 
     done = elastic(run.env, "chaos", "report", run.directory, "--report", run.directory / "cost")

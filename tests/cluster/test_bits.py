@@ -28,18 +28,18 @@ def test_weights_are_equal_bit_for_bit_at_every_world_size(start, reference, wor
 
 
 def test_lost_and_replaced_workers_leave_no_trace_in_the_weights(start, reference):
-    options = {"steps": 60, "set": ["sleep=0.1"], "clip_norm": 1.0}
+    options = {"steps": 60, "set": ["sleep=0.2"], "clip_norm": 1.0}
     with start("Toy", workers="2..3", **options) as run:
         run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
-        killed_at = run.kill(rank=0)
-        run.wait_for(lambda s: s["world_size"] == 2)
+        run.kill(rank=0)
+        fewer = run.wait_for_step(lambda s: s["world_size"] == 2)
         run.wait_for_step(lambda s: s["world_size"] == 3)
         run.kill(rank=1)
         end = run.finish()
-        after = min(m["time"] for m in run.lines("metrics.jsonl") if m["time"] > killed_at)
-        assert after - killed_at < 10, "survivors waited for a replacement"
         pids = run.seen_pids
     assert_equals_reference(run, end, reference(steps=60, clip_norm=1.0))
+    sizes = {m["step"]: m["world_size"] for m in run.lines("metrics.jsonl")}
+    assert sizes[fewer["step"] + 1] == 2, "survivors waited for a replacement"
     assert [r["cause"] for r in end["result"]["recoveries"]] == ["process_died"] * 2
     for recovery in end["result"]["recoveries"]:
         parts = ("detect_s", "fence_s", "form_s", "state_s", "first_step_s")
@@ -75,7 +75,7 @@ def test_fast_reduction_uses_the_same_samples_and_divisor(start, reference):
 
 
 def test_a_killed_loader_process_costs_its_worker_and_no_bit(start, reference):
-    with start("Toy", workers="1..2", steps=40, set=["sleep=0.05"]) as run:
+    with start("Toy", workers="1..2", steps=40, set=["sleep=0.1"]) as run:
         status = run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 5)
         for child in forked_children(status["workers"][0]["pid"]):
             os.kill(child, signal.SIGKILL)
@@ -85,7 +85,7 @@ def test_a_killed_loader_process_costs_its_worker_and_no_bit(start, reference):
 
 
 def test_a_follower_saves_the_run_when_the_only_member_is_lost(start, reference):
-    small = {"workers": "1..2", "steps": 30, "global_batch": 12, "set": ["sleep=0.4"]}
+    small = {"workers": "1..2", "steps": 30, "global_batch": 12, "set": ["sleep=0.8"]}
     with start("Toy", **small) as run:
         run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 3)
         is_seen = False
@@ -120,7 +120,7 @@ def test_below_min_the_run_waits_and_says_so(start, reference):
 
 
 def test_a_warm_standby_takes_over(start, reference):
-    with start("Toy", workers=2, standby=1, steps=40, set=["sleep=0.05"]) as run:
+    with start("Toy", workers=2, standby=1, steps=40, set=["sleep=0.15"]) as run:
         warm = run.wait_for(
             lambda s: s["step"] > 5 and any(w["state"] == "standby" for w in s["standby"])
         )

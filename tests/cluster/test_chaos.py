@@ -55,7 +55,7 @@ def test_a_scenario_is_carried_out_survived_and_accounted_for(start, reference, 
 
 CORRUPT = """
 faults:
-  - {what: corrupt, when: {step: 35}}
+  - {what: corrupt, when: {step: 33}}
   - {what: kill, whom: {node_of: 0}, when: {after_fault: 1, after_s: 0}}
 """
 
@@ -66,7 +66,7 @@ def test_bits_that_flip_in_a_checkpoint_are_found_and_the_one_before_it_is_used(
     """All workers of the one node are killed with it, so that the run needs a checkpoint."""
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text(CORRUPT)
-    options = {"workers": 2, "steps": STEPS, "checkpoint_every": 16, "set": ["sleep=0.05"]}
+    options = {"workers": 2, "steps": STEPS, "checkpoint_every": 16, "set": ["sleep=0.1"]}
     with start("Toy", **options) as run:
         run.wait_for(lambda s: s["step"] > 0)
         chaos = begin(run.env, "-m", "elastic", "chaos", scenario, run.directory)
@@ -91,7 +91,7 @@ def test_a_loss_of_capacity_shrinks_the_run_and_its_gain_grows_it(
     (tmp_path / "trace.csv").write_text("0,3\n2,1\n9,3\n")
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text("faults: [{what: capacity, when: {trace: trace.csv}}]")
-    options = {"address": nodes.address, "workers": "1..3", "steps": STEPS, "set": ["sleep=0.1"]}
+    options = {"address": nodes.address, "workers": "1..3", "steps": STEPS, "set": ["sleep=0.2"]}
     with LiveRun(f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", ray_temp, **options) as run:
         run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 0)
         words = ("chaos", scenario, run.directory, "--address", nodes.address)

@@ -80,7 +80,7 @@ def adopted(run) -> float:
 
 
 def test_a_worker_that_dies_with_the_controller_is_missed_by_its_successor(start, reference):
-    with start("Toy", workers="2..3", steps=STEPS, set=["sleep=0.05"]) as run:
+    with start("Toy", workers="2..3", steps=STEPS, set=["sleep=0.08"]) as run:
         run.wait_for(lambda s: s["step"] > 20 and s["world_size"] == 3)
         run.kill(rank=0)
         _, pid = kill_controller(run)

@@ -13,7 +13,7 @@ from tests.cluster.live import JOBS, LiveRun, assert_gone, assert_same_bits
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 STEPS = 80
-OPTIONS = {"workers": "2..3", "steps": STEPS, "max_failures": 0, "set": ["sleep=0.1"]}
+OPTIONS = {"workers": "2..3", "steps": STEPS, "max_failures": 0}
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 IDLE_S = 1.5
 """The longest gap on an idle machine, of two regroups at most. Beside other tests on two cores
@@ -21,6 +21,11 @@ seconds say nothing (0.2 to 6.5 seen), so there the journal must show that all o
 anywhere_and_idle = pytest.mark.parametrize(
     "bound_s", [None, pytest.param(IDLE_S, marks=pytest.mark.slow)], ids=["anywhere", "idle"]
 )
+
+
+def pace(bound_s: float | None) -> dict[str, list[str]]:
+    """Of steps. Beside other tests workers take long to come, and a run must last until then."""
+    return {"set": ["sleep=0.1" if bound_s else "sleep=0.2"]}
 
 
 def longest_gap(run, since: float) -> tuple[float, list[dict]]:
@@ -47,7 +52,7 @@ def assert_left_as_planned(run, end, reference, since: float, bound_s: float | N
 def test_sigterm_to_a_worker_is_a_notice_and_its_replacement_takes_its_place(
     start, reference, bound_s
 ):
-    with start("Toy", standby=1, **OPTIONS) as run:
+    with start("Toy", standby=1, **OPTIONS, **pace(bound_s)) as run:
         status = run.wait_for(
             lambda s: s["world_size"] == 3 and [w["state"] for w in s["standby"]] == ["standby"]
         )
@@ -82,7 +87,7 @@ def test_rank_0s_node_and_another_are_drained_within_a_second(
 ):
     for _ in range(3):
         nodes.add_node(**NODE)
-    where = {"address": nodes.address, **OPTIONS, "workers": "1..3"}
+    where = {"address": nodes.address, **OPTIONS, **pace(bound_s), "workers": "1..3"}
     with LiveRun(f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", ray_temp, **where) as run:
         status = run.wait_for(lambda s: s["step"] > 12 and s["world_size"] == 3)
         leaving = [w["node_id"] for w in status["workers"][:2]]

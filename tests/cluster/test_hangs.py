@@ -69,7 +69,7 @@ def test_workers_that_hang_are_found_explained_and_replaced(
     a signal."""
     ways = ["sleep_for_ever", "hold_the_gil"]
     options = {"workers": "2..3", "steps": STEPS, "detect_s": DETECT_S, "standby": 1}
-    settings = [f"marker='{tmp_path}'", f"ways={ways}", "sleep=0.1"]
+    settings = [f"marker='{tmp_path}'", f"ways={ways}", "sleep=0.15"]
     with start_hanging("Hangs", set=settings, **options) as run:
         full = wait_until_full(run)
         for way in ways:
@@ -106,7 +106,7 @@ def test_a_rank_that_makes_a_collective_alone_or_diverges_is_found_and_replaced(
 ):
     ways = ["evaluate_alone", "flip_a_bit"]
     options = {"workers": "2..3", "steps": STEPS, "detect_s": DETECT_S, "standby": 1}
-    settings = [f"marker='{tmp_path}'", f"ways={ways}", "sleep=0.1"]
+    settings = [f"marker='{tmp_path}'", f"ways={ways}", "sleep=0.15"]
     with start_hanging("GoesAstray", set=settings, faults="verify_every=1", **options) as run:
         full = wait_until_full(run)
         for way in ways:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cluster
 
 def test_a_run_of_replicas_loses_a_shard_and_no_step(start, reference):
     """4 workers, 2 replicas; after the loss one rank is inactive until there are 4 again."""
-    options = {"steps": 40, "set": ["sleep=0.1"], "clip_norm": 1.0}
+    options = {"steps": 40, "set": ["sleep=0.3"], "clip_norm": 1.0}
     with start("Toy", workers="2..4", parallel="hsdp:2", **options) as run:
         before = run.wait_for(lambda s: s["world_size"] == 4 and s["step"] > 5)
         run.kill(rank=1)

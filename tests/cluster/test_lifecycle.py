@@ -65,7 +65,7 @@ def test_a_users_exception_surfaces_with_traceback_positions_and_step(start, tar
 
 
 def test_the_first_interrupt_stops_at_a_step_and_the_run_resumes_there(start, reference):
-    options = {"workers": 2, "steps": 40, "set": ["sleep=0.05"]}
+    options = {"workers": 2, "steps": 40, "set": ["sleep=0.1"]}
     with start("Toy", **options) as run:
         run.wait_for(lambda s: s["step"] > 5)
         run.process.send_signal(signal.SIGINT)

@@ -22,7 +22,7 @@ PATIENCE_S = 150.0
 SILENT_S = 15.0
 """Three times a driver's lease."""
 STEPS, EVERY = 60, 10
-OPTIONS = {"steps": STEPS, "checkpoint_every": EVERY, "set": ["sleep=0.05"]}
+OPTIONS = {"steps": STEPS, "checkpoint_every": EVERY, "set": ["sleep=0.08"]}
 
 
 class RemoteRun(LiveRun):

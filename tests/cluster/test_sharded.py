@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cluster
 @pytest.mark.parametrize("parallel", ["fsdp", pytest.param("fsdp-grad-op", marks=pytest.mark.slow)])
 def test_a_sharded_run_that_grows_and_loses_members_loses_no_step(start, reference, parallel):
     """There is no checkpoint to go back to: the lost rows come from peer memory."""
-    options = {"steps": 40, "set": ["sleep=0.1"], "clip_norm": 1.0}
+    options = {"steps": 40, "set": ["sleep=0.3"], "clip_norm": 1.0}
     with start("Toy", workers="2..3", parallel=parallel, **options) as run:
         for rank in (1, 0):
             before = run.wait_for_step(lambda s: s["world_size"] == 3 and s["step"] > 5)

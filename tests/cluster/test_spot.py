@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts, sh
 from tests.cluster.live import JOBS
-from tests.cluster.test_drain import STEPS, anywhere_and_idle, assert_left_as_planned
+from tests.cluster.test_drain import STEPS, anywhere_and_idle, assert_left_as_planned, pace
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 HOSTS = partial(Hosts, 4, head_cpus=0)
@@ -42,8 +42,8 @@ def clouds(hosts, tmp_path):
 def test_the_machine_of_rank_0_is_left_in_time(hosts, clouds, reference, tmp_path, bound_s):
     hosts.start_ray()
     options = {"workers": 2, "standby": 1, "steps": STEPS, "max_failures": 0, "spot": "auto"}
-    slow = {"set": ["sleep=0.1"]}
-    with hosts.run(f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", **options, **slow) as run:
+    options |= pace(bound_s)
+    with hosts.run(f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", **options) as run:
         status = run.wait_for(
             lambda s: (
                 s["world_size"] == 2

@@ -14,13 +14,18 @@ STEPS = 30
 
 
 @pytest.mark.parametrize(
-    ("rank", "parallel"), [(0, "pp:2"), (3, "pp:2/GPipe"), (1, "pp:2,fsdp-grad-op")]
+    ("rank", "parallel"),
+    [
+        (0, "pp:2"),
+        pytest.param(3, "pp:2/GPipe", marks=pytest.mark.slow),
+        (1, "pp:2,fsdp-grad-op"),
+    ],
 )
 def test_a_lost_stage_is_computed_by_the_others_and_the_bits_are_those_of_ddp(
     start, reference, rank, parallel
 ):
     expected = reference(STEPS, job="staged", target="Layers")
-    options = {"job": "staged", "steps": STEPS, "parallel": parallel, "set": ["sleep=0.1"]}
+    options = {"job": "staged", "steps": STEPS, "parallel": parallel, "set": ["sleep=0.2"]}
     with start("Layers", workers="2..4", **options) as run:
         at = run.wait_for_step(lambda s: s["step"] > 3 and s["world_size"] == 4)
         stages = [(w["mesh"]["dp"], w["mesh"]["pp"]) for w in run.status()["workers"]]
@@ -85,7 +90,7 @@ def test_ranks_with_two_stages_each_recover_and_evaluate_with_the_bits_of_ddp(st
         undisturbed["result"]["weights_sha256"],
         [s["sha256"] for s in whole.lines("samples.jsonl")],
     )
-    options |= {"parallel": f"pp:2/{schedule}", "set": ["depth=8", "sleep=0.1"]}
+    options |= {"parallel": f"pp:2/{schedule}", "set": ["depth=8", "sleep=0.2"]}
     with start("TakingApart", workers="2..3", **options) as run:
         at = run.wait_for_step(lambda s: s["step"] > 3 and s["world_size"] == 3)
         blocks = [w["blocks"] for w in at["workers"]]
@@ -98,6 +103,7 @@ def test_ranks_with_two_stages_each_recover_and_evaluate_with_the_bits_of_ddp(st
     assert any("of 4 stages on 2 ranks" in layout for layout in planned(run)), planned(run)
 
 
+@pytest.mark.slow
 def test_a_run_in_stages_goes_on_with_other_workers_from_its_checkpoint(start, reference):
     options = {"job": "staged", "checkpoint_every": 10, "parallel": "pp:2"}
     with start("Layers", name="stages", workers=3, steps=20, **options) as first:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster.live import (
     JOBS,
+    PATIENCE_S,
     LiveRun,
     assert_complete,
     elastic,
@@ -36,7 +37,7 @@ def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_
 ):
     nodes.add_node(**NODE)
     where = {"address": nodes.address, "workers": 2, "steps": STEPS, "detect_s": 1.0}
-    options = {**where, "checkpoint_every": 10, "set": ["sleep=0.1"]}
+    options = {**where, "checkpoint_every": 10, "set": ["sleep=0.2"]}
     target = f"{JOBS / 'toy.py'}:Toy"
 
     with LiveRun(target, tmp_path, "run", ray_temp, **options, detach=True) as run:
@@ -46,7 +47,7 @@ def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_
     os.kill(former, signal.SIGKILL)  # its driver is gone: nobody asks for a successor
     until(lambda: run.status()["controller"]["pid"] not in (None, former))
     step = run.status()["step"]
-    until(lambda: run.status()["step"] > step + 5)
+    until(lambda: run.status()["step"] > step + 3)
     stopped = elastic(run.env, "stop", run.directory, "--now")
     assert stopped.returncode == 0, stopped.stderr
     assert "stopped after" in stopped.stdout
@@ -56,7 +57,7 @@ def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_
     with LiveRun(target, tmp_path, "run", ray_temp, **options, detach=True) as run:
         assert run.process.wait(100) == 0
     step = run.status()["step"]
-    until(lambda: run.status()["step"] > step + 10 and run.status()["world_size"] == 2)
+    until(lambda: run.status()["step"] > step + 3 and run.status()["world_size"] == 2)
     pids = [w["pid"] for w in run.status()["workers"]]
     rendezvous = sibling(run.status()["controller"]["pid"], b"ray::RendezvousActor")
     script = tmp_path / "end_controllers.py"
@@ -77,7 +78,7 @@ def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_
 
 
 def until(what) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.05)  # polling, bounded by the deadline

@@ -1,7 +1,5 @@
 """Runs that are started before their machines are there."""
 
-import time
-
 import pytest
 
 from tests.cluster.live import elastic
@@ -27,9 +25,7 @@ def test_workers_come_where_their_labels_and_fallbacks_are_and_a_lack_of_them_is
     options = {"workers": 2, "steps": 30, "worker_resources": "disk=1"}
     options["labels"] = f"{MARKET}=spot; {MARKET}=on-demand"
     with start("Toy", address=nodes.address, **options) as run:
-        begun = time.monotonic()
         status = run.wait_for(lambda s: "with these labels" in s.get("reason", ""))
-        told_s = time.monotonic() - begun
         asked_for = [
             nodes.add_node(
                 num_cpus=1,
@@ -49,7 +45,6 @@ def test_workers_come_where_their_labels_and_fallbacks_are_and_a_lack_of_them_is
         "0 disks (0 free), 0 of them with these labels (there are: ray.io/market-type="
         in (status["reason"])
     )
-    assert told_s <= 15
     assert {w["node_id"] for w in running["workers"]} == set(asked_for)
     assert end["status"] == 0, end["err"]
 

@@ -21,7 +21,7 @@ from workers.distributed.backends import with_control
 from workers.distributed.nccl import formed
 from workers.distributed.process_group import Alone, Formation, Group, GroupSpec
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 HOST = "127.0.0.1"
 _prefixes = itertools.count()
 

@@ -1,6 +1,7 @@
 """What the simulated device does as a GPU does it, apart from collectives (test_nccl_group.py)."""
 
 import ctypes
+import threading
 import time
 
 import pytest
@@ -63,12 +64,14 @@ def test_a_model_trains_to_the_bits_of_the_cpu(is_far_ahead):
 
 def test_the_host_runs_ahead_of_a_slow_kernel_until_it_reads():
     x = torch.ones(4, device=SIM)
-    device.slow("mul", 0.5)
+    device.slow("mul", 0.2)
     began = time.monotonic()
-    y = (x * 3).sum() + 1
-    assert time.monotonic() - began < 0.25
+    assert (x * 3).sum().item() == 12
+    assert time.monotonic() - began >= 0.2
+    device.stick("mul")
+    y = (x * 3).sum() + 1  # else it would never come back
+    threading.Timer(0.1, device.release).start()
     assert y.item() == 13
-    assert time.monotonic() - began >= 0.5
 
 
 def test_a_stuck_kernel_holds_its_stream_and_no_other_one():

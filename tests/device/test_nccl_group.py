@@ -62,22 +62,22 @@ def test_collectives_give_what_nccl_gives():
 
 
 def test_a_wait_orders_the_stream_and_the_host_goes_on():
+    hosts = threading.Barrier(2)
+
     def body(rank, meeting):
         nccl = connected(rank, meeting)
         if rank == 1:
-            device.slow("nccl:", 0.5, device=1)
+            device.stick("nccl:", device=1)
         value = on(rank, 1.0)
-        began = time.monotonic()
         work = nccl.allreduce([value])
         work.wait()
         twice = value * 2
-        host_s = time.monotonic() - began
-        return host_s, work.is_completed() and rank == 1, twice.item()
+        was_done = work.is_completed() and rank == 1
+        if hosts.wait(60) == 0:  # both have gone on
+            device.release()
+        return was_done, twice.item()
 
-    for host_s, was_done, value in all_good(run_ranks(2, body)):
-        assert host_s < 0.3
-        assert not was_done
-        assert value == 4
+    assert all_good(run_ranks(2, body)) == [(False, 4)] * 2
 
 
 def test_a_result_that_is_read_without_a_wait_is_a_race():
@@ -158,14 +158,12 @@ def test_tensors_of_the_host_and_gaps_are_refused():
 
 def test_forming_waits_for_an_absent_peer_until_it_is_aborted():
     nccl = Meeting().nccl(0, 2)
-    began = time.monotonic()
     nccl.begin_connect(torch.device("sim", 0))
     time.sleep(0.2)
     assert not nccl._is_initialized()
     nccl.abort()
-    nccl.connecting.join(1)
+    nccl.connecting.join(30)
     assert not nccl.connecting.is_alive()
-    assert time.monotonic() - began < 1
 
 
 def test_forming_with_an_absent_peer_is_given_up_at_once_and_leaves_no_thread():
@@ -181,9 +179,9 @@ def test_forming_with_an_absent_peer_is_given_up_at_once_and_leaves_no_thread():
     with pytest.raises(PeerLost, match="given up while it formed"):
         formation.wait(60.0)
     for thread in set(threading.enumerate()) - before:
-        thread.join(1.0)
+        thread.join(30)
         assert not thread.is_alive()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 45, "it waited for its time limit"
 
 
 def test_a_group_and_its_parts_are_aborted_together_and_whoever_gives_up_does_not_wait():
@@ -201,7 +199,7 @@ def test_a_group_and_its_parts_are_aborted_together_and_whoever_gives_up_does_no
         took_s = time.monotonic() - began
         while not group.is_settled:
             assert time.monotonic() - began < 30
-        return took_s < 1
+        return took_s < 15  # the other abort would have come too late for `aborts`
 
     assert run_ranks(3, body) == [True] * 3
 

@@ -12,6 +12,7 @@ from elastic.protocol.pipeline import PipelinePlan, Stages, plan_pipeline
 from elastic.protocol.schedule import stages_per_rank
 from tests.workers import where
 from tests.workers.pipeline_models import Case
+from tests.workers.ranks import DEADLINE_S
 from workers.data.placement import to_device
 from workers.parallel.pipeline.block_groups import BlockGroups
 from workers.parallel.pipeline.chain import Chain, find_chain
@@ -26,11 +27,9 @@ from workers.step.precision import Casting, cast_inputs
 from workers.train_state.blocks import blocks_of
 from workers.train_state.train_state import TrackedBuffers
 
-TIMEOUT_S = 60.0
-
 
 def groups_in(group: Any) -> BlockGroups:
-    return BlockGroups(group, TIMEOUT_S)
+    return BlockGroups(group, DEADLINE_S)
 
 
 def raise_it(error: Exception) -> Any:

@@ -14,6 +14,7 @@ from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
 from tests.workers import where
+from tests.workers.ranks import DEADLINE_S
 from tests.workers.waits import waits
 from workers.backup.backup import Backup, NoBackup
 from workers.checkpoint.saver import share
@@ -110,7 +111,7 @@ def spec(parallel: str, reduction: str = "bitwise", **options: Any) -> WorkerSpe
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=32, micro_batch=4,
         parallel=Parallel.of(parallel), reduction=reduction, clip_norm=0.5, seed=3,
         eval_every=None, checkpoint_every=None, has_checkpoints=True, max_nonfinite=1, detect_s=3.0,
-        timeouts=waits(join_s=60.0, operation_s=60.0),
+        timeouts=waits(join_s=DEADLINE_S, operation_s=DEADLINE_S),
     )  # fmt: skip
     return replace(plain, **options)
 

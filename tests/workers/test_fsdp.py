@@ -1,4 +1,8 @@
-"""Sharded strategies in real processes: the bits of plain training, whatever the mesh was."""
+"""Sharded strategies in real processes: the bits of plain training, whatever the mesh was.
+
+On devices their bits are those of tests/device/test_training.py and test_device_hash.py as well,
+which take less long.
+"""
 
 import pytest
 import torch
@@ -26,14 +30,14 @@ from workers.resharding.assemble import ShardLost
 from workers.resharding.moves import Move, moves_of
 from workers.tensors.local import local
 
-pytestmark = pytest.mark.usefixtures("place")
+pytestmark = pytest.mark.usefixtures("place_slowly")
 WORLDS = (1, 2, 3)
 SHARDED = ("fsdp", "fsdp-grad-op")
 STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def plain(place):
+def plain(place_slowly):
     return undisturbed(2 * STEPS)
 
 

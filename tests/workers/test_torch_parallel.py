@@ -24,7 +24,7 @@ from workers.distributed.device_mesh import default_group, device_mesh
 from workers.distributed.process_group import Group
 
 CPU = torch.device("cpu")
-QUICK_S = 10.0
+QUICK_S = 60.0
 """A wait that is given up ends in milliseconds; the rest is for a busy machine."""
 
 
