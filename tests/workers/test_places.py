@@ -13,6 +13,7 @@ STAND_INS = "tensors that are not there, whose device is but a word"
 HOST_ONLY = {
     "admission": NO_TENSORS,
     "agreement": NO_TENSORS,
+    "ahead_sources": "connections over which a test sends what it likes, into memory of the host",
     "anatomy": NO_TENSORS,
     "assemble": ON_HOST,
     "backup_server": ON_HOST,
