@@ -176,11 +176,19 @@ def write_report(folder: Folder, report_path: str | None) -> int:
 
 
 def fault_line(fault: dict[str, Any]) -> str:
-    phases = ("detect", "fence", "waiting", "form", "restore", "first_step", "total")
-    times = " ".join(
-        f"{phase} {fault[f'{phase}_s']:.3f} s" for phase in phases if f"{phase}_s" in fault
-    )
     whom = fault["worker"] or fault["whom"]
     result = fault["note"] or fault["result"]
-    line = f"{fault['strike']} {fault['what']} {whom} at step {fault['step']}: {result} {times}"
-    return f"  {printable(line)}"
+    line = f"{fault['strike']} {fault['what']} {whom} at step {fault['step']}: {result}"
+    return f"  {printable(line)}{times_of(fault)}"
+
+
+def times_of(fault: dict[str, Any]) -> str:
+    """Of its recovery, if it had one: in the words of every other place."""
+    if "total_s" not in fault:
+        return ""
+    words = {"detect": "detect", "fence": "fence", "form": "form", "restore": "state"}
+    words["first_step"] = "first step"
+    times = [f"{word} {fault[f'{phase}_s']:.3f} s" for phase, word in words.items()]
+    waited_s = fault.get("waiting_s", 0.0)
+    waited = f"; {waited_s:.3f} s of form were waiting for workers" if waited_s > 0 else ""
+    return f", {fault['total_s']:.3f} s = {' + '.join(times)}{waited}"
