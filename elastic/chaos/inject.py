@@ -211,10 +211,16 @@ class Injector:
 
     def _stop(self, row: dict[str, Any], for_s: float | None) -> float:
         """As `_hit`. The time counts from the signal, which another node may take long to send."""
-        self._lasting.leave(row)  # else it might be woken in between
-        at = self._signal(row, signal.SIGSTOP)
-        if for_s is not None:
-            self._lasting.hold(row, time.monotonic() + for_s)
+        if for_s is None:
+            self._lasting.leave(row)  # else it might be woken in between
+            return self._signal(row, signal.SIGSTOP)
+        self._lasting.hold(row, inf)  # so that it is woken if this command is ended meanwhile
+        try:
+            at = self._signal(row, signal.SIGSTOP)
+        except (OSError, WrongInput):
+            self._lasting.leave(row)
+            raise
+        self._lasting.hold(row, time.monotonic() + for_s)
         return at
 
     def _signal(self, row: dict[str, Any], number: signal.Signals) -> float:
