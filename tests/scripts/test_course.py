@@ -187,8 +187,9 @@ def test_who_has_missed_the_end_of_a_unit_takes_its_sums_from_who_has_seen_it():
         told = {line.step: line.samples for line in course._regrouping.steps}
         return used([net]), num_steps, averages.item(), told
 
-    lines = {1: 9, 2: 18, 3: 24, 4: 36}  # rank 0 has drawn its own of the third one
-    assert in_place(2, script) == [([[1.0] * SAMPLES], 4, 4.0, lines)] * 2
+    # Rank 0 has drawn its own of the third one by then, if it was soon enough.
+    possible = [{1: 9, 2: 18, 3: third, 4: 36} for third in (24, 27)]
+    assert in_place(2, script) in [[([[1.0] * SAMPLES], 4, 4.0, lines)] * 2 for lines in possible]
 
 
 def test_what_one_rank_refuses_all_hear_and_tell():
