@@ -16,7 +16,7 @@ def test_a_run_shrinks_keeps_its_size_under_a_successor_and_grows(
     shared_head, tmp_path, ray_temp, reference
 ):
     options = {"workers": "2..3", "steps": STEPS, "max_failures": 0}
-    slow = {"set": ["sleep=0.35"], "address": shared_head.address}
+    slow = {"set": ["sleep=0.2"], "address": shared_head.address}
 
     def scale(workers: str):
         words = ("scale", run.directory, workers, "--address", shared_head.address)
@@ -34,7 +34,7 @@ def test_a_run_shrinks_keeps_its_size_under_a_successor_and_grows(
         assert status["wanted"] == [1, 2]
         status = run.wait_for_step(lambda s: s["world_size"] == 2)
         step = status["step"]
-        status = run.wait_for(lambda s: s["step"] > step + 5)
+        status = run.wait_for(lambda s: s["step"] > step + 10)
         assert (status["world_size"], status["standby"]) == (2, [])
 
         refused = scale("4..3")
