@@ -41,7 +41,7 @@ def versions(first: bool, second: bool) -> pytest.MarkDecorator:
 @versions(True, False)
 def test_a_run_grows_with_the_cloud_and_loses_no_step_with_its_nodes(cloud, start_there, reference):
     began = time.monotonic()
-    with start_there(workers="1..3", steps=STEPS, set=["sleep=0.35"]) as run:
+    with start_there(workers="1..3", steps=STEPS, set=["sleep=0.2"]) as run:
         run.wait_for(lambda s: s["step"] > 0)
         first_step_s = time.monotonic() - began
         status = run.wait_for_step(lambda s: s["world_size"] == 3)
