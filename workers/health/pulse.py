@@ -38,12 +38,12 @@ from elastic.protocol.messages.pulse import (
 )
 from workers.health.dialling import reached
 from workers.health.memory import memory_of
-from workers.health.stacks import Armed, collect, is_killed, state_of
+from workers.health.stacks import Armed, Fate, collect, state_of
 from workers.health.unanswered import Silences, Unanswered
 from workers.health.vitals import COLLECTIVES, ENOUGH, LAYOUT, PHASES, WAITING
 
 STOPPED = "T"
-LOOK_S = 0.02
+LOOK_S = 0.05
 """Between two looks whether a signal has ended the worker. Its connections end once its memory is
 freed, which takes the kernel a second for a few GB."""
 TRIES = 5
@@ -115,12 +115,13 @@ class Observed:
 
     def __init__(self, worker: int, pid: int, vitals: int, interval_s: float) -> None:
         self._worker, self._pid, self._interval_s = worker, pid, interval_s
+        self._fate = Fate(pid)
         self._memory, self._silences = mmap(vitals, 4096, prot=PROT_READ), Silences()
         self._stopped_since: float | None = None
 
     def look(self) -> Heartbeat:
         shown = read_vitals(self._memory, self._worker)
-        if is_killed(self._pid):
+        if self._fate.is_killed():
             return replace(shown, process_state=KILLED)
         now, process_state = time.monotonic(), state_of(self._pid)
         unanswered: dict[str, float] = {}
@@ -140,7 +141,7 @@ class Observed:
     def has_news(self, told: Heartbeat) -> bool:
         """Of this process's parent: it is gone, or was killed since."""
         is_told = told.process_state == KILLED
-        return os.getppid() != self._pid or (not is_told and is_killed(self._pid))
+        return os.getppid() != self._pid or (not is_told and self._fate.is_killed())
 
 
 class Line:

@@ -134,11 +134,18 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def is_killed(pid: int) -> bool:
-    """Whether a signal has ended it: it runs no more, though it is there until its memory is freed,
-    and its connections with it. OSError once it is gone."""
-    main_thread = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
-    return bool(int(main_thread.rpartition(")")[2].split()[FLAGS]) & PF_SIGNALED)
+class Fate:
+    """Whether a signal has ended a process: it runs no more, though it is there until its memory is
+    freed, and its connections with it. Made to be asked often."""
+
+    def __init__(self, pid: int) -> None:
+        """FileNotFoundError if there is no such process."""
+        self._main_thread = os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def is_killed(self) -> bool:
+        """ProcessLookupError once it is gone."""
+        fields = os.pread(self._main_thread, 1024, 0).rpartition(b")")[2].split(maxsplit=FLAGS + 1)
+        return bool(int(fields[FLAGS]) & PF_SIGNALED)
 
 
 def where_in_kernel(pid: int) -> str:
