@@ -69,16 +69,16 @@ suites:
 # Some wait and some compute: each process begins in another part, and then takes of what is left.
 unit: $(INSTALLED) ## the tests that start no Ray
 	$(BIN)/pytest tests $(patsubst %,--ignore=%,tests/cluster tests/gpu $(LATER)) -m "not slow" \
-	  -n 4 --dist worksteal --durations 10 -rs
+	  -n 4 --dist worksteal --durations 10 -rsfE --disable-warnings
 
 patient: $(INSTALLED)
-	$(call aside,15) $(BIN)/pytest $(PATIENT) -m "not slow" --timeout 1800 --durations 10 -rs
+	$(call aside,15) $(BIN)/pytest $(PATIENT) -m "not slow" --timeout 1800 --durations 10 -rsfE --disable-warnings
 
 cluster: $(INSTALLED) ## the tests that start Ray
-	$(BIN)/pytest tests/cluster -m "not slow" -n 4 --timeout 600 --durations 10 -rs
+	$(BIN)/pytest tests/cluster -m "not slow" -n 4 --timeout 600 --durations 10 -rsfE --disable-warnings
 
 test-faults: $(INSTALLED) ## the long suites: random kills, thousands of simulated runs
-	$(BIN)/pytest tests --ignore=tests/gpu -m slow --timeout 600 -rs
+	$(BIN)/pytest tests --ignore=tests/gpu -m slow --timeout 600 -rsfE --disable-warnings
 
 test-mutations: $(INSTALLED) ## one-line bugs planted in a copy of the tree: each must turn a test red
 	$(BIN)/python -m tests.mutations
