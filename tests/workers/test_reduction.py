@@ -15,6 +15,7 @@ from tests.workers.fake_groups import run_gloo
 from workers.reduction.tree import (
     Block,
     FlatLayout,
+    OwningFold,
     TreeFold,
     blocks_of,
     fold_scalars,
@@ -109,6 +110,22 @@ def test_sums_over_gloo_processes_are_the_same_bits(world_size: int, tmp_path: P
 
 
 @on_both
+@on_both
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5, 8])
+def test_who_computes_all_ids_adds_the_same_in_the_gradients_themselves(num_microbatches: int):
+    count = len(SHAPES) + 1
+    like = {str(i): t for i, t in enumerate(_leaves(0)[:count]) if t is not None}
+    fold = OwningFold(like, num_microbatches)
+    fold.begin()
+    fold.add(0, _leaves(0)[:count])  # of an attempt that is given up
+    fold.begin()
+    for i in range(num_microbatches):
+        fold.add(i, _leaves(i)[:count])
+    found = [t.contiguous().cpu().numpy().tobytes() for t in fold.release_root()]
+    wanted = [_reference(num_microbatches, leaf) for leaf in range(count)]
+    assert found == [t.contiguous().numpy().tobytes() for t in wanted]
+
+
 def test_large_buffers_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = where.run_threads(1, lambda g: _reduced(g, 7))[0]
     monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {where.HERE.type: 4})

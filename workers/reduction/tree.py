@@ -359,6 +359,47 @@ class CarryStack:
         self._stack.append((block, [t.clone() for t in tensors] if is_new else list(tensors)))
 
 
+class OwningFold:
+    """Folds the micro-batches of a rank that computes all of them. As `TreeFold` adds, but in the
+    gradients themselves, which it takes over: nothing is copied, and it has no memory of its own.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], num_microbatches: int) -> None:
+        """like: of each leaf a tensor of its shape, type and device."""
+        self._like, self._num_microbatches = dict(like), num_microbatches
+        self.begin()
+
+    def begin(self) -> None:
+        """Before the first micro-batch of every attempt at a step."""
+        self._stack: list[tuple[Block, list[Tensor]]] = []
+        self._next_id = 0
+
+    @torch.no_grad()
+    def add(self, microbatch_id: int, leaves: Sequence[Tensor | None]) -> None:
+        """leaves: nobody else may have them; one that is None counts as zero. WrongInput for a
+        sparse one."""
+        assert microbatch_id == self._next_id, f"expected id {self._next_id}, not {microbatch_id}"
+        self._next_id += 1
+        pairs = zip(leaves, self._like.items(), strict=True)
+        self._push(Block(0, microbatch_id), [_owned(name, leaf, t) for leaf, (name, t) in pairs])
+
+    @torch.no_grad()
+    def release_root(self) -> list[Tensor]:
+        """The sum over all ids, by leaf; the caller owns it now."""
+        assert self._next_id == self._num_microbatches, f"ids from {self._next_id} on are missing"
+        while len(self._stack) > 1:  # only absent leaves follow the last block
+            block, totals = self._stack.pop()
+            self._push(block.parent, totals)
+        return self._stack.pop()[1]
+
+    def _push(self, block: Block, totals: list[Tensor]) -> None:
+        while self._stack and self._stack[-1][0].is_left_sibling_of(block):
+            left, sums = self._stack.pop()
+            add_all_(sums, totals)
+            block, totals = left.parent, sums
+        self._stack.append((block, totals))
+
+
 def fold_blocks(slices: Iterable[tuple[Block, Tensor]]) -> Tensor:
     """The root from blocks that tile the tree, in id order; adds in place."""
     stack: list[tuple[Block, Tensor]] = []
@@ -394,6 +435,13 @@ def refuse_sparse(name: str, gradient: Tensor | None) -> None:
             f"parameter {name!r} has a sparse gradient, which cannot be reduced; "
             "build its layer with sparse=False"
         )
+
+
+def _owned(name: str, leaf: Tensor | None, like: Tensor) -> Tensor:
+    """In the type in which it is added."""
+    refuse_sparse(name, leaf)
+    dtype = _sum_dtype(like.dtype)
+    return torch.zeros_like(like, dtype=dtype) if leaf is None else leaf.to(dtype)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

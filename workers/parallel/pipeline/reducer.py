@@ -20,7 +20,7 @@ from workers.parallel.pipeline.links import Links
 from workers.parallel.pipeline.neighbours import tag_of_sum
 from workers.parallel.pipeline.rows import SharedRows
 from workers.reduction.reducers import Reduced
-from workers.reduction.tree import FlatLayout, Flats, TreeFold
+from workers.reduction.tree import FlatLayout, Flats, OwningFold, TreeFold
 from workers.reduction.tree_reduction import reduce_tree
 from workers.train_state.train_state import TrackedBuffers
 
@@ -38,7 +38,7 @@ class _Segment:
     layout: FlatLayout
     is_everyones: bool
     """All ranks get the sums: every one has all buffers, and scalars."""
-    fold: TreeFold | None = None
+    fold: TreeFold | OwningFold | None = None
     """This rank holds it."""
     group: AnyGroup | None = None
     """Of these ranks."""
@@ -89,7 +89,9 @@ class PipelineReducer:
                 )
                 is_everyones = of_kind is not own
                 segment = _Segment(blocks, of_kind, buffers_of_kind, members, layout, is_everyones)
-                if group.rank() in members:
+                if members == [group.rank()] and not is_everyones:
+                    segment.fold = OwningFold({n: like[n] for n in of_kind}, num_microbatches)
+                elif group.rank() in members:
                     segment.fold = TreeFold(layout, plan.ids(position), num_microbatches)
                     segment.group = groups.of(members)
                 self._segments.append(segment)
@@ -136,9 +138,11 @@ class PipelineReducer:
         sums: dict[str, Tensor] = {}
         summed: list[Flats | None] = []
         for segment in self._segments:
-            flats = None
-            if segment.fold is not None and segment.group is not None:
-                flats = reduce_tree(segment.group, segment.fold, self._num_microbatches, self._ids)
+            flats, fold = None, segment.fold
+            if isinstance(fold, OwningFold):
+                sums |= dict(zip(segment.names, fold.release_root(), strict=True))
+            elif fold is not None and segment.group is not None:
+                flats = reduce_tree(segment.group, fold, self._num_microbatches, self._ids)
             summed.append(flats)
         for segment, flats in zip(self._segments, summed, strict=True):
             if segment.is_everyones:
