@@ -103,8 +103,11 @@ class JobCluster:
 
 
 def leave_out(options: RayParams, is_head: bool) -> None:
-    """Ray calls it in `ray start`: nobody asks the server of Ray's client."""
+    """Ray calls it in `ray start`: nobody asks the server of Ray's client, nobody adds nodes, and
+    what workers print is not copied to drivers, which do not ask for it."""
     options.ray_client_server_port = None
+    options.no_monitor = True
+    options.include_log_monitor = False
 
 
 def answers(url: str) -> bool:
