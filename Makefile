@@ -55,16 +55,16 @@ format: $(INSTALLED) ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: style ## what CI runs: lint, unit tests, then the tests that start Ray, with pyright aside
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target aside suites
+# All the others wait for part of their time: pyright and the patient tests are computed meanwhile.
+test: style ## what CI runs: lint, unit tests, then the tests that start Ray, with the rest aside
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target suites patient aside
 
 aside: $(INSTALLED)
 	$(call aside,19) $(BIN)/pyright
 
-# Those that start Ray wait for much of their time: the patient ones are computed meanwhile.
 suites:
 	@$(MAKE) --no-print-directory unit LATER="$(PATIENT)"
-	@$(MAKE) --no-print-directory patient cluster
+	@$(MAKE) --no-print-directory cluster
 
 # Some wait and some compute: each process begins in another part, and then takes of what is left.
 unit: $(INSTALLED) ## the tests that start no Ray
