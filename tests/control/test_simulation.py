@@ -174,11 +174,13 @@ def scenario(seed: int) -> tuple[Limits, Faults]:
     return limits, faults
 
 
-NUM_SEEDS = 2400
+NUM_ALWAYS, NUM_SEEDS = 450, 2850
 
 
-@pytest.mark.parametrize("part", seeds(200, NUM_SEEDS))
-def test_runs_with_faults_end_with_all_steps(part: range) -> None:
+@pytest.mark.parametrize("part", seeds(NUM_ALWAYS, NUM_SEEDS))
+def test_runs_with_faults_end_with_all_steps_and_reach_the_interesting_places(part: range) -> None:
+    seen: Counter[str] = Counter()
+    commands: Counter[str] = Counter()
     for seed in part:
         limits, faults = scenario(seed)
         run = simulate(seed, limits, faults)
@@ -188,6 +190,36 @@ def test_runs_with_faults_end_with_all_steps(part: range) -> None:
             assert run.phase.reason.startswith("no member lived to say the hash"), (seed, run.phase)
         if seed % 10 == 0:
             assert not list(replay(run.journal))
+        seen.update(run.seen)
+        commands.update(commands_of(run))
+    check_places(seen, commands)
+
+
+def commands_of(run: Run) -> Counter[str]:
+    """How often each was given, and in which way."""
+    commands: Counter[str] = Counter()
+    for c in run.cluster.trace:
+        commands[type(c).__name__] += 1
+        if isinstance(c, Form):
+            commands["roll_forward"] += bool(c.roll_forward)
+            commands["vote of the dead"] += bool(c.roll_forward) and c.vote_of is None
+            commands["then_pause"] += c.then_pause
+    commands["rolled back"] += run.account.lost_steps > 0
+    commands["fall"] += run.cluster.falls
+    return commands
+
+
+def check_places(seen: Counter[str], commands: Counter[str]) -> None:
+    places = ("Waiting", "Forming", "Running", "Pausing", "Suspending", "Ending")
+    for phase in places:
+        assert seen[f"{phase} WorkerLost"] > 5, (phase, seen)
+    for event in ("SyncFailed", "CollectiveFailed", "Suspended", "Committed", "Paused", "Done"):
+        assert sum(n for pair, n in seen.items() if pair.endswith(f" {event}")) > 20, (event, seen)
+    wanted = ("Spawn", "Load", "Sync", "Form", "Pause", "Abort", "Finish", "Retire", "Publish")
+    assert commands["Discard"] > 20, commands
+    assert min(commands[k] for k in (*wanted, "Checkpoint")) > 50, commands
+    assert min(commands[k] for k in ("roll_forward", "then_pause", "fall")) >= 10, commands
+    assert min(commands[k] for k in ("vote of the dead", "rolled back")) >= 1, commands
 
 
 @pytest.mark.parametrize("part", seeds(150, 1000))
@@ -255,29 +287,3 @@ def test_runs_that_lose_too_many_fail_with_the_budget_and_forget_nobody(part: ra
             reason = run.phase.reason
             assert "max_failures is 2" in reason or "no member lived" in reason, reason
     assert outcomes["failed"] > len(part) / 4, outcomes
-
-
-def test_simulations_reach_the_interesting_places() -> None:
-    seen: Counter[str] = Counter()
-    commands: Counter[str] = Counter()
-    for seed in range(NUM_SEEDS, NUM_SEEDS + 450):
-        run = simulate(seed, *scenario(seed))
-        seen.update(run.seen)
-        for c in run.cluster.trace:
-            commands[type(c).__name__] += 1
-            if isinstance(c, Form):
-                commands["roll_forward"] += bool(c.roll_forward)
-                commands["vote of the dead"] += bool(c.roll_forward) and c.vote_of is None
-                commands["then_pause"] += c.then_pause
-        commands["rolled back"] += run.account.lost_steps > 0
-        commands["fall"] += run.cluster.falls
-    places = ("Waiting", "Forming", "Running", "Pausing", "Suspending", "Ending")
-    for phase in places:
-        assert seen[f"{phase} WorkerLost"] > 5, (phase, seen)
-    for event in ("SyncFailed", "CollectiveFailed", "Suspended", "Committed", "Paused", "Done"):
-        assert sum(n for pair, n in seen.items() if pair.endswith(f" {event}")) > 20, (event, seen)
-    wanted = ("Spawn", "Load", "Sync", "Form", "Pause", "Abort", "Finish", "Retire", "Publish")
-    assert commands["Discard"] > 20, commands
-    assert min(commands[k] for k in (*wanted, "Checkpoint")) > 50, commands
-    assert min(commands[k] for k in ("roll_forward", "then_pause", "fall")) >= 10, commands
-    assert min(commands[k] for k in ("vote of the dead", "rolled back")) >= 1, commands
