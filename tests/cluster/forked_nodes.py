@@ -6,7 +6,7 @@ be most of what a node's start costs.
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,22 +26,31 @@ def fork_workers(options: RayParams, is_head: bool) -> None:
     """Ray calls it in `ray start`, where RAY_START_HOOK names it; that process ends then."""
     options.setup_worker_path = SETUP
     options.include_log_monitor = False
-    small_nodes().__enter__()
+    options.ray_client_server_port = None
+    for patch in patches():
+        patch.start()
 
 
 def command_of(component: str, *args: Any, **options: Any) -> list[str]:
     """What Ray puts before its own script, and that script's arguments, to start a component."""
-    is_agent = component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT
-    return [sys.executable, IDLE_AGENT] if is_agent else interpreter(component, *args, **options)
+    if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
+        return [sys.executable, "-S", IDLE_AGENT]
+    return interpreter(component, *args, **options)
+
+
+def patches() -> list[Any]:
+    """With which Ray starts nodes without what nobody asks there."""
+    return [
+        mock.patch.object(services, interpreter.__name__, command_of),
+        mock.patch.object(Node, "start_api_server"),
+    ]
 
 
 @contextmanager
 def small_nodes() -> Iterator[None]:
-    """Within it nodes are started without what nobody asks there."""
-    with (
-        mock.patch.object(services, interpreter.__name__, command_of),
-        mock.patch.object(Node, "start_api_server"),
-    ):
+    with ExitStack() as stack:
+        for patch in patches():
+            stack.enter_context(patch)
         yield
 
 
