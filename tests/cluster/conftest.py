@@ -18,7 +18,7 @@ from tests.cluster.shared_head import UNPREPARED, SharedHead
 SHARED_STEPS, HASHED_EVERY = 100, 10
 SLOWEST = (
     *("test_submit", "test_stop", "test_stages", "test_first_week", "test_script"),
-    *("test_autoscaling", "test_hangs", "test_experiment", "test_spot", "test_hosts", "test_bits"),
+    *("test_autoscaling", "test_hangs", "test_spot", "test_hosts", "test_bits"),
     *("test_object_store", "test_checkpoints", "test_drain", "test_feed", "test_feed_nodes"),
     *("test_controller_death", "test_chaos", "test_scale", "test_readme", "test_sharded"),
     *("test_tune", "test_own_strategy", "test_script_in_place", "test_script_data"),

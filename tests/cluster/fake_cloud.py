@@ -36,7 +36,7 @@ from ray.autoscaler.tags import (
 )
 from ray.core.generated import autoscaler_pb2
 
-from tests.cluster.forked_nodes import SETUP, ForkedNodes, small_agents
+from tests.cluster.forked_nodes import SETUP, ForkedNodes, small_nodes
 from tests.cluster.live import environment, leftovers
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ class Instances(FakeMultiNodeProvider):
                     "RAY_NODE_TYPE_NAME": kind,
                 },
             )
-            with small_agents():
+            with small_nodes():
                 node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False)
             self._nodes[node_id] = {
                 "tags": {**tags(node_id, NODE_KIND_WORKER, kind), **asked},

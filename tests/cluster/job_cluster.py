@@ -18,6 +18,7 @@ from ray._private.parameter import RayParams
 
 from tests.cluster.live import environment
 from tests.cluster.processes import about, running
+from tests.cluster.shared_head import UNPREPARED
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -26,6 +27,7 @@ SETTINGS = {
     "RAY_metrics_report_interval_ms": "1000",
     "RAY_emit_main_service_metrics": "0",
     "RAY_START_HOOK": "tests.cluster.job_cluster.leave_out",
+    **UNPREPARED,
 }
 """Of each call that its head answers Ray's agent makes a record of its own, by default."""
 
@@ -103,8 +105,11 @@ class JobCluster:
 
 
 def leave_out(options: RayParams, is_head: bool) -> None:
-    """Ray calls it in `ray start`: nobody asks the server of Ray's client."""
+    """Ray calls it in `ray start`: nobody asks the server of Ray's client, nobody adds nodes, and
+    what workers print is not copied to drivers, which do not ask for it."""
     options.ray_client_server_port = None
+    options.no_monitor = True
+    options.include_log_monitor = False
 
 
 def answers(url: str) -> bool:

@@ -1,5 +1,6 @@
 """The commands of the tutorials and of the examples run as they are printed, on one Ray."""
 
+import csv
 import json
 import re
 import shlex
@@ -71,16 +72,37 @@ def test_a_day_of_the_first_half_is_as_printed(number, carry_out, tmp_path):
         assert ended(tmp_path / "runs/deep")[0] == "stopped"
 
 
-def test_an_experiment_is_explained_on_the_days_after_it(carry_out, tmp_path):
+def test_an_experiment_is_compared_not_repeated_and_explained_on_the_days_after_it(
+    carry_out, tmp_path
+):
     told = {}
     for page in WEEK[4:]:
         for command in commands_of(page):
-            told[" ".join(command.words[1:3])] = carry_out(command).stdout
-    assert "every decision is the same again" in told["replay results/kill-seed0"]
-    hashes = {read(path)["weights_sha256"] for path in tmp_path.glob("results/*/result.json")}
-    assert len(hashes) == 1, "a kill and no kill: the same weights"
-    assert len(read(tmp_path / "results/kill-seed0/result.json")["recoveries"]) == 1
+            told[" ".join(command.words[1:3])] = carry_out(command)
+    experiment = told["experiment examples/chaos/sweep.yaml"]
+    assert "[1/2] none, seed 0: succeeded" in experiment.stdout
+    assert "[2/2] kill, seed 0: succeeded" in experiment.stdout
+    assert experiment.stderr == ""
+    assert_compared(tmp_path / "results")
+    again = carry_out(Command(["elastic", "experiment", "examples/chaos/sweep.yaml"], 0))
+    assert "2 of 2 runs are in" in again.stdout
+    assert "[" not in again.stdout
+    assert "every decision is the same again" in told["replay results/kill-seed0"].stdout
     assert (tmp_path / "report.html").stat().st_size > 100_000
+
+
+def assert_compared(results: Path) -> None:
+    """A kill and no kill: the same weights, and what the kill has cost."""
+    with (results / "results.csv").open() as file:
+        runs = {row["run"]: row for row in csv.DictReader(file)}
+    calm, killed = runs["none-seed0"], runs["kill-seed0"]
+    result = read(results / "kill-seed0/result.json")
+    assert calm["weights_sha256"] == killed["weights_sha256"] == result["weights_sha256"]
+    assert (calm["faults"], killed["faults"], killed["lost_steps"]) == ("0", "1", "0")
+    (recovery_s,) = [float(seconds) for seconds in killed["recoveries_s"].split()]
+    (recovery,) = result["recoveries"]
+    assert recovery_s == pytest.approx(recovery["total_s"], abs=1e-3)
+    assert "2 of 2 runs, 2 conditions" in (results / "experiment.html").read_text()
 
 
 def test_the_examples_train_as_printed(carry_out, tmp_path):
