@@ -3,8 +3,8 @@
 """`import elastic.ray_train`: from then on `TorchTrainer(...).fit()` of Ray Train runs on elastic.
 
 The rest of a script, and of `ray.train`, stays what it is. Here is the driver's side: what the
-trainer asks for, what of it is refused, and what `fit()` gives back. In the workers it is
-elastic/on_ray/train_api.py.
+trainer asks for, and what `fit()` gives back. What of a trainer's settings is refused is
+elastic/on_ray/trainer_settings.py's; in the workers it is elastic/on_ray/train_api.py.
 """
 
 import inspect
@@ -20,22 +20,14 @@ from typing import Any, cast
 from elastic.driver.followed import Followed
 from elastic.driver.launch import Result as OwnResult
 from elastic.driver.launch import RunFailed
-from elastic.driver.scripts import (
-    HIGHEST_LEVEL,
-    ScriptRun,
-    amounts_of,
-    labels_of,
-    may_go_on_in_place,
-    run_script,
-)
+from elastic.driver.script_level import VARIABLE, may_go_on_in_place
+from elastic.driver.scripts import ScriptRun, amounts_of, labels_of, run_script
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import place_of, reach_folder
 from elastic.store.remote import shown_uri
 
 TESTED = ("2.60",)
 """Versions of Ray whose ray.train is known here."""
-NO_EFFECT_OF_TORCH = {"timeout_s": 1800, "init_method": "env"}
-BACKENDS = (None, "gloo", "nccl")
 
 
 class Refused(WrongInput, ValueError):
@@ -70,13 +62,13 @@ def install() -> None:
     if trainer.fit is not fit:
         trainer.rays_own_fit = trainer.fit
         trainer.fit = fit
-        on_elastic(partial(begin_trial, os.environ.get(HIGHEST_LEVEL)), count_fit)
+        on_elastic(partial(begin_trial, os.environ.get(VARIABLE)), count_fit)
 
 
 def begin_trial(level: str | None) -> None:
     """In the process of a Tuner's trial. level: as it was asked for where the Tuner is."""
     if level is not None:
-        os.environ[HIGHEST_LEVEL] = level
+        os.environ[VARIABLE] = level
     install()
 
 
@@ -87,13 +79,16 @@ def fit(trainer: Any) -> Any:
     """
     from ray.train.torch import TorchTrainer
 
+    from elastic.on_ray.trainer_settings import notes, refusal
+
     is_ours = isinstance(trainer, cast(Any, TorchTrainer))
     if not is_ours or trainer.scaling_config.num_workers == 0:
         if not is_ours:
             name = type(trainer).__name__
             print(f"elastic: {name} is not ours: Ray Train's own fit() runs it", file=sys.stderr)
         return trainer.rays_own_fit()
-    refuse(trainer)
+    if (why := refusal(trainer)) is not None:
+        raise Refused(f"elastic.ray_train: {why}")
     count_fit()
     for note in notes(trainer):
         print(f"elastic: {note}", file=sys.stderr)
@@ -241,82 +236,7 @@ def cpus_of(scaling: Any) -> int:
     return max(1, ceil((scaling.resources_per_worker or {}).get("CPU", 1)))
 
 
-# --- what is refused --------------------------------------------------------------------------
-def refuse(trainer: Any) -> None:
-    """ValueError for the first thing that is asked for and not supported."""
-    for is_asked, why in refusals(trainer):
-        if is_asked:
-            raise Refused(f"elastic.ray_train: {why}")
-
-
-def refusals(trainer: Any) -> list[tuple[bool, str]]:
-    """Whether it is asked for, and what to do instead."""
-    from ray.train import UserCallback
-
-    scaling, run, torch = trainer.scaling_config, trainer.run_config, trainer.backend_config
-    resources = scaling.resources_per_worker or {}
-    sizes = sorted({"memory", "object_store_memory"} & set(resources))
-    selectors = scaling.label_selector
-    gpus = resources.get("GPU", int(scaling.use_gpu))
-    placement = scaling.placement_strategy
-    return [
-        (
-            type(torch).__name__ == "TorchftConfig",
-            "leave TorchftConfig out: recovery is elastic's own",
-        ),
-        (
-            torch.backend not in BACKENDS,
-            f"torch_config backend {torch.backend!r} is not supported: gloo, nccl or None",
-        ),
-        (
-            trainer.validation_config is not None,
-            "validation_config= is not supported: validate in the training function",
-        ),
-        (bool(scaling.use_tpu), "TPUs are not supported"),
-        (scaling.topology is not None, "TPUs are not supported: leave topology out"),
-        (gpus not in (0, 1), f"one GPU per worker, resources_per_worker asks for {gpus}"),
-        (
-            bool(sizes),
-            f"resources_per_worker {sizes[:1]} is not supported: workers are placed by CPUs, GPUs "
-            "and further resources, not by memory",
-        ),
-        (
-            placement.startswith("STRICT"),
-            f"placement_strategy {placement} is not supported: no placement group can be resized",
-        ),
-        (
-            isinstance(selectors, list) and any(each != selectors[0] for each in selectors),
-            "label_selector must be the same for all workers: any of them may take another's place",
-        ),
-        (
-            run.storage_filesystem is not None,
-            "storage_filesystem is not supported yet: write storage_path as a URI",
-        ),
-        (
-            any(not isinstance(callback, UserCallback) for callback in run.callbacks or ()),
-            "RunConfig callbacks other than UserCallbacks talk to Ray Train's controller, which "
-            "does not run here: leave them out",
-        ),
-        (
-            bool(run.worker_runtime_env),
-            "worker_runtime_env is not supported yet: give ray.init() a runtime_env",
-        ),
-    ]
-
-
-def notes(trainer: Any) -> list[str]:
-    """What is asked for and has no effect, a line each."""
-    torch, scaling = trainer.backend_config, trainer.scaling_config
-    found = [
-        f"TorchConfig {name} has no effect: a lost worker is noticed in 3 s at most"
-        for name, default in NO_EFFECT_OF_TORCH.items()
-        if getattr(torch, name, default) != default
-    ]
-    if scaling.placement_strategy not in ("PACK",):
-        found.append(f"placement_strategy {scaling.placement_strategy} has no effect")
-    return found
-
-
+# --- what cannot be sent ---------------------------------------------------------------------
 def refuse_unpicklable(trainer: Any, loop: Any) -> None:
     """ValueError that names the variable."""
     import cloudpickle  # pyright: ignore[reportMissingTypeStubs]

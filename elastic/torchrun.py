@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from elastic.driver.launch import Progress, Result
-from elastic.driver.scripts import ScriptRun, may_go_on_in_place, run_script
+from elastic.driver.script_level import OPTION, may_go_on_in_place
+from elastic.driver.scripts import ScriptRun, run_script
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import place_of
 
@@ -58,6 +59,8 @@ class Request:
     """It begins with the least; else with all."""
     device: str
     max_restarts: int
+    goes_in_place: bool
+    """After a loss, where it can."""
     storage: str
     name: str
     notes: tuple[str, ...]
@@ -87,6 +90,7 @@ def request_of(words: Sequence[str]) -> Request:
         is_range=is_range,
         device=device,
         max_restarts=asked.max_restarts,
+        goes_in_place=may_go_on_in_place(asked.script_level),
         storage=str(Path(asked.log_dir or tempfile.mkdtemp(prefix="elastic-runs-")).resolve()),
         name=asked.rdzv_id if is_named else f"{Path(script).stem}-{os.getpid()}",
         notes=tuple(
@@ -98,11 +102,12 @@ def request_of(words: Sequence[str]) -> Request:
 
 
 def parsed(words: Sequence[str]) -> tuple[Namespace, Namespace]:
-    """By torch's own parser; and what stands there if nothing is given."""
+    """By torch's own parser and an option of ours; and what stands there if nothing is given."""
     from torch.distributed.run import get_args_parser
 
     parser: Any = get_args_parser()
     parser.prog = "elastic torchrun"
+    parser.add_argument(OPTION, OPTION.replace("script-", "script_"))
 
     def refuse(message: str) -> NoReturn:
         raise WrongInput(f"elastic torchrun: {message}; see `elastic torchrun --help`")
@@ -152,7 +157,7 @@ def run(request: Request, on_progress: Progress) -> Result:
         name=request.name,
         max_failures=request.max_restarts,
         installed=started_by_torchrun,
-        goes_in_place=may_go_on_in_place(),
+        goes_in_place=request.goes_in_place,
     )
     check_settings(asked)
     for note in request.notes:

@@ -45,7 +45,7 @@ from workers.tracebacks import begun_outside
 
 log = logging.getLogger(__name__)
 
-NOT_HIGHER = "no higher one was asked for (ELASTIC_SCRIPT_LEVEL=0)"
+NOT_HIGHER = "level 0 was asked for (--script-level, ELASTIC_SCRIPT_LEVEL)"
 """Why a script runs at level 0."""
 RETURNED = "returned.json"
 """What the script has returned on the lowest rank; in the folder of `MANIFESTS`."""

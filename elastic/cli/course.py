@@ -1,4 +1,4 @@
-"""`Course`: how fast a run's steps come, when it will be done, and its loss so far.
+"""`Course`: how fast a run's steps come, when it will be done, its loss so far, its last report.
 
 From lines of metrics.jsonl, in bounded memory however long the run is. What that looks like is
 screen.py's.
@@ -29,6 +29,8 @@ class Course:
         self._every = 1
         self.newest: dict[str, Any] = {}
         """The last committed step's line, where it is sound; empty before the first."""
+        self.report: dict[str, Any] = {}
+        """A script's newest line of reports.jsonl; empty before the first."""
 
     def hear(self, lines: Iterable[dict[str, Any]]) -> None:
         """Of metrics.jsonl, in their order. After a roll back earlier steps come again."""

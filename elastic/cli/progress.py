@@ -17,7 +17,16 @@ from rich.table import Table
 
 from elastic.cli.course import Course, is_number, sampled
 from elastic.cli.screen import recovery_line, screen
-from elastic.cli.text import clock, duration, name_of, number_text, printable, speed_text, text_of
+from elastic.cli.text import (
+    clock,
+    duration,
+    name_of,
+    number_text,
+    printable,
+    scalars_of,
+    speed_text,
+    text_of,
+)
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, Kinds, check_kinds, first_line, open_folder, read_json
 from elastic.store.journal import LineTail
@@ -34,7 +43,7 @@ METRICS_KINDS: Kinds = {
     "world_size": int,
     "step_s": float,
 }
-LAST_BYTES = {"journal.jsonl": 1 << 20, "metrics.jsonl": 1 << 16}
+LAST_BYTES = {"journal.jsonl": 1 << 20, "metrics.jsonl": 1 << 16, "reports.jsonl": 1 << 16}
 """So much of a file's end does the first look read: enough for the last decisions and steps."""
 
 
@@ -59,6 +68,16 @@ class View:
     @property
     def step_text(self) -> str:
         return f"{self.step}" if self.steps is None else f"{self.step}/{self.steps}"
+
+    @property
+    def has_steps(self) -> bool:
+        """Of a script at level 0 its reports are known, and no steps."""
+        return bool(self.metrics) or not self.is_script
+
+    @property
+    def reported(self) -> list[tuple[str, str]]:
+        """Names and values of the newest report."""
+        return scalars_of(self.course.report)
 
     @property
     def world_size(self) -> int:
@@ -102,7 +121,8 @@ class Progress:
         self._unshown: list[str] = []
         self._decisions: deque[str] = deque(maxlen=NUM_DECISIONS)
         self._looked_at = self._line_at = -LINE_EVERY_S
-        self._line_step: int = 0
+        self._line_of: tuple[int, dict[str, Any]] = (0, {})
+        """The step and the report of the last line."""
         self._trouble = ""
         """Why the last look failed; empty after one that did not."""
         self._showing = threading.Lock()
@@ -152,8 +172,8 @@ class Progress:
                 self._print_step(self._shown, time.monotonic())
 
     def _print_step(self, view: View, now: float) -> None:
-        if view.step != self._line_step:
-            self._line_at, self._line_step = now, view.step
+        if (view.step, view.course.report) != self._line_of:
+            self._line_at, self._line_of = now, (view.step, view.course.report)
             self._print(step_line(view))
 
     def _read(self, folder: Folder) -> dict[str, Any] | None:
@@ -171,6 +191,9 @@ class Progress:
         status = read_json(folder, "status.json")
         if status is not None:
             check_status(status, "status.json")
+            if "level" in status:
+                for line in self._new(folder, "reports.jsonl")[-1:]:
+                    self._course.report = line
         return status
 
     def _show(self, status: dict[str, Any] | None, now: float) -> None:
@@ -262,12 +285,13 @@ def step_line(view: View) -> str:
     speed, left_s = view.course.steps_per_s, view.left_s
     pace = "" if speed is None else f"steps_per_s={speed_text(speed)} "
     pace += "" if left_s is None else f"left={duration(left_s)} "
-    line = (
-        f"step={view.step_text} loss={view.loss_text} "
-        f"step_s={view.metrics.get('step_s') or 0.0:.3f} {pace}"
-        f"world_size={view.world_size} generation={view.generation}"
-    )
-    return timed(view.metrics.get("time"), line)
+    reported = "".join(f"{name}={value} " for name, value in view.reported)
+    of_group = f"world_size={view.world_size} generation={view.generation}"
+    if not view.has_steps:
+        return timed(view.course.report.get("time"), f"reports={view.step} {reported}{of_group}")
+    loss = reported if view.course.report else f"loss={view.loss_text} "
+    step_s = f"step_s={view.metrics.get('step_s') or 0.0:.3f}"
+    return timed(view.metrics.get("time"), f"step={view.step_text} {loss}{step_s} {pace}{of_group}")
 
 
 def timed(at: object, line: str) -> str:

@@ -36,7 +36,8 @@ def run(
             metavar="TARGET",
             help="package.module:Class or path/to/file.py:Class, a Workload; relative paths in it "
             "are relative to its folder. Or a job file, elastic.yaml, that tells it and options. "
-            "Or a script.py that calls Ray Train's fit(), followed by its own arguments only.",
+            "Or a script.py that calls Ray Train's fit(), followed by its own arguments only; "
+            "before it `--script-level 0`, if a loss is to call it again.",
         ),
     ],
     *,

@@ -57,13 +57,19 @@ def head(view: Any) -> RenderableType:
     wanted = status.get("wanted")
     of = "" if is_over or wanted is None else f" of {wanted_text(wanted)}"
     cells: list[RenderableType] = [
-        Text(f"step {view.step_text}"),
+        Text(how_far(view)),
         Text(f"{printable(status['phase'])}, {counted(size, 'worker')}{of}"),
     ]
     if view.steps is not None:
         cells.insert(0, ProgressBar(total=max(view.steps, 1), completed=view.step, width=24))
     line.add_row(*cells)
     return line
+
+
+def how_far(view: Any) -> str:
+    if view.has_steps:
+        return f"step {view.step_text}"
+    return f"{counted(view.step, 'report')} with a checkpoint"
 
 
 def wanted_text(wanted: Sequence[Any]) -> str:
@@ -74,7 +80,9 @@ def wanted_text(wanted: Sequence[Any]) -> str:
 def numbers(view: Any) -> Text:
     metrics, course = view.metrics, view.course
     speed = course.steps_per_s
-    parts = [f"loss {view.loss_text}", f"{metrics.get('step_s') or 0.0:.3f} s/step"]
+    reported = [f"{name} {value}" for name, value in view.reported]
+    parts = reported if view.course.report or not view.has_steps else [f"loss {view.loss_text}"]
+    parts += [f"{metrics.get('step_s') or 0.0:.3f} s/step"] if view.has_steps else []
     if speed is not None:
         parts.append(f"{speed_text(speed)} steps/s")
     if (left_s := view.left_s) is not None:

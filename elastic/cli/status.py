@@ -15,7 +15,7 @@ from elastic.cli.outcome import level_line, print_outcome, refuse
 from elastic.cli.outside import Cluster, on_cluster
 from elastic.cli.progress import LOOK_REMOTE_EVERY_S, Progress, worker_table
 from elastic.cli.share_table import share_table
-from elastic.cli.text import printable
+from elastic.cli.text import printable, scalars_of
 from elastic.driver.resume import PastRun, read_past_run
 from elastic.observe.anatomy import newest
 from elastic.observe.bubble import measured_bubble
@@ -53,6 +53,8 @@ def status(
         measured = "" if bubble is None else f"; {bubble:.2f} idle as measured"
         print(printable(str(layout)) + measured)
     if (level := level_line(found)) is not None:
+        if reported := report_text(folder):
+            print(reported)
         print(printable(level))
     print(f"reason: {printable(found['reason']) or '-'}")
     is_unheard = past.result is None and not past.is_alive
@@ -73,6 +75,14 @@ def step_text(folder: Folder, found: dict[str, Any]) -> str:
     if newest is not None and isinstance(step := newest.get("step"), int):
         return f"step {step}"
     return f"{counted(found['step'], 'report')} with a checkpoint"
+
+
+def report_text(folder: Folder) -> str:
+    """A script's newest report; empty before the first."""
+    newest = next(read_backwards(folder, "reports.jsonl"), None)
+    if newest is None or not (found := scalars_of(newest)):
+        return ""
+    return f"newest report: {', '.join(f'{name} {value}' for name, value in found)}"
 
 
 def watch(run_dir: RunDir, cluster: Cluster = None) -> int:

@@ -1,10 +1,15 @@
 """Values as a person reads them in a terminal: numbers, times, names, what others have written."""
 
 import time
+from collections.abc import Mapping
+from typing import Any, cast
 
 from rich.markup import escape
 
 from elastic.protocol.membership import counted
+
+MOST_SCALARS = 6
+"""Of a script's report: as many are shown."""
 
 
 def number_text(value: float) -> str:
@@ -23,6 +28,18 @@ def text_of(value: object) -> str:
 def printable(text: str) -> str:
     """What others have written does not drive the terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def scalars_of(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of the first numbers of a line of reports.jsonl."""
+    metrics = report.get("metrics")
+    found = cast("dict[str, Any]", metrics) if isinstance(metrics, dict) else {}
+    numbers = [(name, value) for name, value in found.items() if isinstance(value, int | float)]
+    return [(printable(name), scalar_text(value)) for name, value in numbers[:MOST_SCALARS]]
+
+
+def scalar_text(value: float) -> str:
+    return str(value) if isinstance(value, int) else number_text(value)
 
 
 def percent(part: float | None) -> str:

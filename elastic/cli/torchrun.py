@@ -19,7 +19,8 @@ SETTINGS = {
 def torchrun(context: typer.Context) -> int:
     """Run a script that torchrun starts, as it is: `elastic torchrun --nproc-per-node 4 train.py`.
 
-    Its options are torchrun's. After a loss the script is run again in the same processes.
+    Its options are torchrun's, and `--script-level 0`: after a loss the script is run again in the
+    same processes, also where it could go on in place.
     """
     from elastic.driver.launch import RunFailed
     from elastic.torchrun import request_of, run

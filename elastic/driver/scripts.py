@@ -4,7 +4,6 @@ What of Ray Train's trainer or of torchrun's options it comes from is elastic/ra
 elastic/torchrun.py's.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,12 @@ from typing import Any, cast
 from elastic.config import RunConfig
 from elastic.driver.launch import Progress, Result, run_config
 from elastic.driver.resume import SCRIPT
-from elastic.protocol.errors import WrongInput
 
 NO_END = 1_000_000_000
 """A script says itself when it is over."""
 LOSSES = 8
 """Workers that may be lost between two reports with a checkpoint."""
 UNLIMITED = 1_000_000
-HIGHEST_LEVEL = "ELASTIC_SCRIPT_LEVEL"
-"""0 or 1 (as without it): whether scripts go on in place after a loss, where they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +76,6 @@ def amounts_of(resources: Mapping[str, float] | None) -> str | None:
     others = {name: n for name, n in (resources or {}).items() if n and name not in ("CPU", "GPU")}
     texts = (f"{name}={n:f}".rstrip("0").rstrip(".") for name, n in others.items())
     return ",".join(texts) or None
-
-
-def may_go_on_in_place() -> bool:
-    """WrongInput for a level that there is not."""
-    asked = os.environ.get(HIGHEST_LEVEL, "1")
-    if asked not in ("0", "1"):
-        raise WrongInput(f"{HIGHEST_LEVEL} must be 0 or 1, got {asked!r}")
-    return asked == "1"
 
 
 def run_script(run: ScriptRun, loop: Any, on_progress: Progress | None = None) -> Result:

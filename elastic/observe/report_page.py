@@ -31,6 +31,8 @@ MOST_CHARACTERS = 600
 MOST_RECOVERIES, MOST_DECISIONS, DECISIONS_EACH = 500, 500, 8
 OPEN_RECOVERIES = 20
 MOST_SETTINGS = 200
+MOST_COLUMNS = 12
+"""Of what a script reports."""
 STYLE = """body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:1.5em auto;padding:0 1em;
 color:#222}h1{font-size:22px;overflow-wrap:anywhere}h2{font-size:18px;margin:2.2em 0 .3em;
 border-bottom:1px solid #ccd}h3{font-size:14px;margin:1.2em 0 0;overflow-wrap:anywhere}
@@ -74,6 +76,7 @@ def page(record: RunRecord, drawn: Drawn, place: str, command: str) -> str:
         head(record, place),
         workers(record, drawn),
         curves(record, drawn),
+        reports(record),
         recoveries(record, drawn),
         time_spent(record, drawn),
         anatomy(record, drawn),
@@ -184,6 +187,29 @@ def curves(record: RunRecord, drawn: Drawn) -> str:
         parts.append(f"<p>{steps.num_unshown} more names of scalars are not drawn.</p>")
     empty = "<p>Fewer than two steps are committed.</p>"
     return section("Loss and other scalars", "".join(parts) or empty)
+
+
+def reports(record: RunRecord) -> str:
+    """Of a script; empty for a Workload."""
+    if not record.reports:
+        return ""
+    names = dict.fromkeys(name for line in record.reports for name in as_dict(line.get("metrics")))
+    found = [*names][:MOST_COLUMNS]
+    cells = [
+        (
+            f"{number(line.get('time')) - record.began:.2f}",
+            *(shown(line.get(key)) for key in ("world_size", "checkpoint")),
+            *(shown(as_dict(line.get("metrics")).get(name)) for name in found),
+        )
+        for line in record.reports
+    ]
+    about = f"<p>The newest {len(cells)}.</p>" if len(cells) > 1 else ""
+    columns = ("seconds", "workers", "checkpoint", *found)
+    return section("Reports of the script", about + table(columns, cells, most=80))
+
+
+def shown(value: object) -> str:
+    return "-" if value is None else as_json(value)
 
 
 def _finite(values: Any) -> Any:

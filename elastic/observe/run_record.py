@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import itemgetter
 from typing import Any, cast
 
@@ -22,11 +23,13 @@ from elastic.protocol.encoding import decode
 from elastic.protocol.errors import WrongInput, in_words
 from elastic.protocol.step_record import OF_OPTIMIZER
 from elastic.store.files import Folder, read_json
-from elastic.store.journal import as_object, joined
+from elastic.store.journal import as_object, joined, read_backwards
 from elastic.store.run_directory import ROLLED_BACK, as_dict
 
 MOST_SCALARS = 24
 """Of the user's own: as many curves can be looked at."""
+MOST_REPORTS = 100
+"""Of a script's: so many are listed."""
 LINES_AT_ONCE = 1000
 NUM_BINS = 400
 """Of shares over time, at most."""
@@ -100,6 +103,8 @@ class RunRecord:
     decisions: list[Decided]
     anatomy: Anatomy | None
     samples: Samples
+    reports: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """A script's newest lines of reports.jsonl, the newest last."""
     notes: list[str] = field(default_factory=list[str])
     """What of the files could not be used, a sentence each."""
 
@@ -152,6 +157,7 @@ def read_all(folder: Folder) -> RunRecord:
         decisions=decisions,
         anatomy=anatomy_of(folder, notes),
         samples=samples_of(folder, notes),
+        reports=[*islice(read_backwards(folder, "reports.jsonl"), MOST_REPORTS)][::-1],
         notes=notes,
     )
 

@@ -353,8 +353,10 @@ def test_status_says_the_level_of_a_script_and_why_it_is_no_higher(run_dir, caps
     out = capsys.readouterr().out
     assert "\n7 reports with a checkpoint\nlevel 0, restart in place; own process groups\n" in out
     (run_dir / "metrics.jsonl").write_text('{"step":29}\n{"step":30}\n')
+    reports = '{"metrics":{"epoch":2}}\n{"metrics":{"loss":0.5,"epoch":3}}\n'
+    (run_dir / "reports.jsonl").write_text(reports)
     assert main(["status", str(run_dir)]) == 0
-    assert "\nstep 30\nlevel 0" in capsys.readouterr().out
+    assert "\nstep 30\nnewest report: loss 0.5000, epoch 3\nlevel 0" in capsys.readouterr().out
     (run_dir / "status.json").write_text(json.dumps({**of_script, "level_reason": 3}))
     assert main(["status", str(run_dir)]) == 2
 

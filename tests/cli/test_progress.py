@@ -116,6 +116,26 @@ def test_a_script_s_steps_have_a_speed_and_neither_loss_nor_end(tmp_path):
     )
 
 
+def test_each_report_of_a_script_at_level_0_is_a_line(tmp_path):
+    folder, text = open_folder(str(tmp_path)), io.StringIO()
+    progress = Progress(Console(file=text, force_terminal=False, width=200))
+    script = {**STATUS, "steps": 10**9, "level": 0, "level_reason": "own process groups"}
+    for number in range(3):
+        write_json(folder, "status.json", {**script, "step": number})
+        look(progress, tmp_path)
+        progress._line_at = -10.0  # as if some time had gone by
+        with (tmp_path / "reports.jsonl").open("a") as file:
+            line = {"report": number, "metrics": {"epoch": number}, "time": 5.0 + number}
+            file.write(json.dumps(line) + "\n")
+    look(progress, tmp_path)  # the last one has no checkpoint
+    progress.close()
+    assert text.getvalue().splitlines() == [
+        "00:00:05 reports=1 epoch=0 world_size=2 generation=1",
+        "00:00:06 reports=2 epoch=1 world_size=2 generation=1",
+        "00:00:07 reports=2 epoch=2 world_size=2 generation=1",
+    ]
+
+
 def test_what_is_read_is_shown_without_a_total_where_none_is_known(capsys):
     for size_bytes, said in ((None, "38.4 kB"), (38_400, "38.4/38.4 kB")):
         with progress_bar("step 3", size_bytes) as on_bytes:

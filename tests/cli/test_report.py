@@ -32,7 +32,7 @@ from elastic.control.replay import JOURNAL_TYPES, Entry, Started
 from elastic.control.state import Running
 from elastic.control.transition import start, transition
 from elastic.observe import charts
-from elastic.observe.report_page import how_far, lost
+from elastic.observe.report_page import how_far, lost, reports
 from elastic.observe.run_record import RunRecord, Samples, Steps, read_record
 from elastic.observe.series import seconds_in, thinned
 from elastic.protocol.encoding import decode, encode
@@ -334,6 +334,11 @@ def test_what_a_script_commits_and_may_lose_are_reports():
     assert (how_far(record), lost(record, 1)) == ("3 reports with a checkpoint", "1 lost report")
     stepped = replace(record, steps=Steps({"step": np.array([7.0])}, {}))
     assert how_far(stepped) == "step 7"
+    assert reports(record) == ""
+    lines = [{"metrics": {"a": 1}}, {"metrics": {"b": "<b>"}, "time": 2.0, "checkpoint": "c_1"}]
+    untimed = Steps({"step": np.array([]), "time": np.array([])}, {})
+    listed = reports(replace(record, reports=lines, steps=untimed))
+    assert "<tr><td>2.00</td><td>-</td><td>c_1</td><td>-</td><td>&lt;b&gt;</td></tr>" in listed
 
 
 def test_steps_without_a_decision_are_followed_as_one_by_one(tmp_path):

@@ -90,9 +90,27 @@ def test_a_run_that_only_begins_shows_what_there_is():
 
 def test_a_script_has_no_share_of_steps_that_nobody_knows():
     script = {**STATUS, "steps": 10**9, "step": 4, "level": 1, "account": ACCOUNT}
-    lines = drawn(View(script, {}, Course()))
-    assert lines[0].startswith("step 4  running")
+    lines = drawn(View(script, step(7, 5.0, None), Course()))
+    assert lines[0].startswith("step 7  running")
+    assert lines[1].rstrip() == "loss -  0.100 s/step"
     assert "lost report" in "\n".join(lines)
+    reported = course()
+    reported.report = {"metrics": {"loss": 0.25, "epoch": 3, "name": "x", "\x1b[2J": 1}}
+    lines = drawn(View(script, step(7, 5.0, None), reported))
+    assert lines[1].rstrip() == "loss 0.2500  epoch 3  \\x1b[2J 1  0.100 s/step"
+
+
+def test_of_a_script_at_level_0_there_are_its_reports():
+    script = {**STATUS, "steps": 10**9, "step": 4, "level": 0}
+    reported = course()
+    reported.report = {"metrics": {"loss": 0.25, "epoch": 3}, "time": 5.0}
+    lines = drawn(View(script, {}, reported))
+    assert lines[0].startswith("4 reports with a checkpoint  running")
+    assert lines[1].rstrip() == "loss 0.2500  epoch 3"
+    assert step_line(View(script, {}, reported)) == (
+        "00:00:05 reports=4 loss=0.2500 epoch=3 world_size=2 generation=1"
+    )
+    assert step_line(View(script, {}, Course())) == "reports=4 world_size=2 generation=1"
 
 
 def test_what_a_run_has_written_does_not_drive_the_terminal():

@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from workers.scripts.in_place.dealing import MAX_GROWTH, Loss, Plan, Shape, begun, dealt_again
+from workers.scripts.in_place.dealing import (
+    MAX_GROWTH,
+    SPARE,
+    Loss,
+    Plan,
+    Shape,
+    begun,
+    dealt_again,
+)
 
 
 def shape_of(samples: int, replicas: int, batch: int, drop_last: bool) -> Shape:
@@ -111,7 +119,8 @@ def check_sizes(plan: Plan) -> None:
     for i in range(plan.stretches[-1].first, plan.iterations):
         sizes = [len(plan.share(i, m)) for m in plan.members]
         assert max(sizes) - min(sizes) <= 1
-        assert max(sizes) <= MAX_GROWTH * plan.shape.batch_size
+        size = plan.shape.batch_size
+        assert max(sizes) <= MAX_GROWTH * size + size // SPARE
 
 
 def test_what_is_left_over_is_only_what_does_not_fit():
@@ -121,3 +130,10 @@ def test_what_is_left_over_is_only_what_does_not_fit():
     assert [len(first.share(1, m)) for m in (0, 2)] == [8, 8]
     last = dealt_again(begun(shape, (0, 1, 2)), Loss((0, 1, 2), (0, 2), 1, 0))
     assert last.left_over == tuple(range(13, 24, 3))
+
+
+def test_if_half_of_the_ranks_are_lost_what_they_had_is_spread_over_the_rest_of_the_pass():
+    plan = dealt_again(begun(shape_of(80, 2, 4, False), (0, 1)), Loss((0, 1), (0,), 0, -1))
+    assert plan.left_over == ()
+    sizes = [len(plan.share(i, 0)) for i in range(1, plan.iterations)]
+    assert (sum(sizes), max(sizes)) == (80 - 4, 9)

@@ -1,7 +1,10 @@
 """Every public name of Ray Train is in the table of docs/your-script.md; what is refused is refused
 before anything starts."""
 
+import inspect
+import os
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,22 @@ import pytest
 import ray.train
 import ray.train.collective
 import ray.train.torch
-from ray.train import DataConfig, RunConfig, ScalingConfig
+from pyarrow.fs import LocalFileSystem
+from ray.train import (
+    CheckpointConfig,
+    DataConfig,
+    FailureConfig,
+    LoggingConfig,
+    RunConfig,
+    ScalingConfig,
+)
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from elastic import ray_train
 from elastic.driver.scripts import ScriptRun, amounts_of, labels_of
+from elastic.on_ray.trainer_settings import FIELDS, REFUSED, NoEffect, notes, refusal
 
+CLASSES = (ScalingConfig, RunConfig, FailureConfig, CheckpointConfig, LoggingConfig, TorchConfig)
 PAGE = Path(__file__).parents[2] / "docs" / "your-script.md"
 
 
@@ -94,11 +107,76 @@ def test_the_variable_that_cannot_be_sent_is_named():
         ray_train.fit(TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2)))
 
 
-def test_what_has_no_effect_is_told():
-    asked = trainer(torch_config=TorchConfig(timeout_s=60))
-    assert ray_train.notes(asked) == [
-        "TorchConfig timeout_s has no effect: a lost worker is noticed in 3 s at most"
+def test_what_has_no_effect_is_told(monkeypatch):
+    """Each setting in one line, once it is not Ray's default."""
+    for name in [name for name in os.environ if name.startswith("RAY_TRAIN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
+    assert notes(trainer()) == []
+    monkeypatch.setenv("RAY_TRAIN_B", "2")
+    monkeypatch.setenv("RAY_TRAIN_A", "1")
+    scaling = {"placement_strategy": "SPREAD", "elastic_resize_monitor_interval_s": 1.0}
+    failure = {
+        "max_failures": 3,
+        "controller_failure_limit": 3,
+        "max_preemption_failures": 1,
+        "relax_collectives_on_preemption": True,
+        "preemption_grace_s": 3.0,
+    }
+    asked = trainer(
+        scaling_config=ScalingConfig(num_workers=2, **scaling),
+        run_config=RunConfig(
+            failure_config=FailureConfig(**failure), logging_config=LoggingConfig("DEBUG")
+        ),
+        torch_config=TorchConfig(timeout_s=60, init_method="tcp"),
+        dataset_config=DataConfig(enable_shard_locality=False),
+    )
+    found = notes(asked)
+    assert "TorchConfig timeout_s has no effect: a lost worker is noticed in 3 s at most" in found
+    assert found[-1] == "RAY_TRAIN_A, RAY_TRAIN_B in the environment: no effect under elastic"
+    without = [
+        f"{kind} {name}"
+        for kind, settings in FIELDS.items()
+        for name, meaning in settings.items()
+        if isinstance(meaning, NoEffect)
     ]
+    assert sorted(line.partition(" has no")[0] for line in found[:-1]) == sorted(without)
+
+
+@pytest.mark.parametrize("of", [*CLASSES, DataConfig, TorchTrainer])
+def test_every_setting_has_its_meaning_or_is_refused_or_told(of):
+    has_fields = of in CLASSES
+    given = {f.name: f.default for f in fields(of)} if has_fields else parameters(of)
+    assert given.keys() == FIELDS[of.__name__].keys()
+    told = {n: m.default for n, m in FIELDS[of.__name__].items() if isinstance(m, NoEffect)}
+    assert told == {name: given[name] for name in told}
+
+
+def parameters(of: type) -> dict[str, Any]:
+    found = inspect.signature(of).parameters.values()
+    return {parameter.name: parameter.default for parameter in found}
+
+
+def test_every_setting_that_is_refused_is():
+    asked = {
+        ("TorchTrainer", "validation_config"): trainer(),
+        ("ScalingConfig", "use_tpu"): trainer(),
+        ("ScalingConfig", "topology"): trainer(
+            scaling_config=ScalingConfig(num_workers=2, topology="2x2")
+        ),
+        ("RunConfig", "storage_filesystem"): trainer(
+            run_config=RunConfig(storage_filesystem=LocalFileSystem())
+        ),
+        ("RunConfig", "worker_runtime_env"): trainer(
+            run_config=RunConfig(worker_runtime_env={"env_vars": {"A": "1"}})
+        ),
+    }
+    asked["TorchTrainer", "validation_config"].validation_config = object()
+    asked["ScalingConfig", "use_tpu"].scaling_config.use_tpu = True
+    all_refused = {(k, n) for k, of in FIELDS.items() for n, m in of.items() if m == REFUSED}
+    assert asked.keys() == all_refused
+    assert refusal(trainer()) is None
+    assert all(refusal(each) for each in asked.values())
 
 
 def test_where_workers_may_be_placed_is_asked_of_ray():

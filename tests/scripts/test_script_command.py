@@ -8,6 +8,7 @@ import ray
 
 from elastic import ray_train
 from elastic.cli.script import run_script, script_in
+from elastic.driver.script_level import VARIABLE, may_go_on_in_place
 from elastic.protocol.errors import WrongInput
 
 
@@ -18,10 +19,10 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(ray_train, "num_fits", 0)
 
-    def script(source: str, *arguments: str) -> int:
+    def script(source: str, *arguments: str, level: str | None = None) -> int:
         file = tmp_path / "train.py"
         file.write_text(source)
-        return run_script(str(file), [*arguments])
+        return run_script(str(file), [*arguments], level)
 
     return script
 
@@ -66,9 +67,33 @@ def test_its_traceback_begins_in_the_script(run, capsys):
 
 
 def test_which_command_lines_name_a_script():
-    assert script_in(["run", "train.py", "--lr", "1"]) == ("train.py", ["--lr", "1"])
+    assert script_in(["run", "train.py", "--lr", "1"]) == ("train.py", ["--lr", "1"], None)
+    asked = ["train.py", "--script-level", "1"]  # behind it, it is the script's own
+    assert script_in(["run", "--script-level", "0", *asked]) == ("train.py", asked[1:], "0")
+    assert script_in(["run", "--script-level=1", *asked]) == ("train.py", asked[1:], "1")
+    assert script_in(["run"]) is None
     assert script_in(["run", "train.py:Class"]) is None
     assert script_in(["status", "train.py"]) is None
+
+
+@pytest.mark.parametrize("words", [[], ["0"], ["0", "train.py:Class"], ["train.py"]])
+def test_a_level_needs_a_script(words):
+    with pytest.raises(WrongInput, match="--script-level needs a level and a script: `elastic run"):
+        script_in(["run", "--script-level", *words])
+
+
+def test_the_level_of_a_command_counts_before_that_of_the_environment(run, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    source = "from elastic.driver.script_level import may_go_on_in_place\n"
+    source += "assert not may_go_on_in_place()\n"
+    assert run(source + FITS, level="0") == 0
+    with pytest.raises(WrongInput, match="--script-level must be 0 or 1, got '2'"):
+        run(FITS, level="2")
+    monkeypatch.setenv(VARIABLE, "x")
+    with pytest.raises(WrongInput, match="ELASTIC_SCRIPT_LEVEL must be 0 or 1, got 'x'"):
+        may_go_on_in_place()
+    monkeypatch.delenv(VARIABLE)
+    assert may_go_on_in_place()
 
 
 @pytest.mark.parametrize("version", ["2.61.0", "2.6.0", "3.0.0.dev0"])

@@ -204,6 +204,8 @@ def test_options_of_torchrun_that_have_a_meaning():
     assert request_of(["-m", "pkg.train"]).is_module
     found = asked("--nproc-per-node=cpu", "--log-dir", "logs", "--rdzv-id=mine")
     assert (found.device, found.name, Path(found.storage).name) == ("cpu", "mine", "logs")
+    levels = [asked(), asked("--script-level", "1"), asked("--script-level=0")]
+    assert [each.goes_in_place for each in levels] == [True, True, False]
 
 
 def test_options_that_have_no_effect_are_told():
@@ -223,6 +225,7 @@ def test_options_that_have_no_effect_are_told():
         (["--nproc-per-node", "many"], "Unsupported nproc_per_node value"),
         (["--wrong"], "see `elastic torchrun --help`"),
         (["--max-restarts", "-1"], "at least 0"),
+        (["--script-level", "2"], "--script-level must be 0 or 1, got '2'"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_line(words, why):

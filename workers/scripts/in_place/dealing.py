@@ -80,6 +80,9 @@ class Even:
 
 
 Stretch: TypeAlias = Regular | Even
+SPARE = 4
+"""Beyond MAX_GROWTH a batch may become larger by one part in so many of the script's own, for what
+the lost had under way. Where half of the ranks are lost there is no place for it else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,8 @@ def dealt_again(plan: Plan, loss: Loss) -> Plan:
             positions += plan.share(i, member)
     first = furthest + 1
     iterations = plan.iterations - first
-    room = iterations * MAX_GROWTH * plan.shape.batch_size * len(loss.after)
+    size = plan.shape.batch_size
+    room = iterations * (MAX_GROWTH * size + size // SPARE) * len(loss.after)
     stretch = Even(first, iterations, loss.after, positions[:room])
     kept = tuple(s for s in plan.stretches if s.first < first)
     left_over = (*plan.left_over, *positions[room:])

@@ -9,6 +9,7 @@ are.
 import hashlib
 import inspect
 import logging
+import sys
 import time
 import weakref
 from array import array
@@ -352,8 +353,12 @@ class Loaders:
         self._tell_unused({*self._newest, *self._dealers.values()})
 
     def _tell_unused(self, dealers: Iterable[LoaderDealer]) -> None:
-        if left := sum(len(dealer.take_left_over()) for dealer in dealers):
-            log.warning("%d samples of lost ranks were used in no pass: none followed", left)
+        if not (left := sum(len(dealer.take_left_over()) for dealer in dealers)):
+            return
+        told = f"{left} samples of lost ranks were used in no pass: none followed"
+        log.warning(told)
+        if self._course.group.inner.rank() == 0:
+            print(f"elastic: {told}", file=sys.stderr, flush=True)
 
 
 class Instead:
