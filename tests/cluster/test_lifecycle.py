@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.cluster.fork_server import Forked, Order
+from tests.cluster.fork_client import Order
+from tests.cluster.fork_server import Forked
 from tests.cluster.live import JOBS, assert_complete, environment, leftovers
 from tests.cluster.processes import about
 from tests.cluster.resets import descendants
@@ -145,7 +146,7 @@ def test_a_users_own_loop_logs_and_evaluates_through_a_loss(
     tmp_path, ray_temp, shared_head, fork_server
 ):
     """From a script: the class and the loop of `__main__` go by value."""
-    script = tmp_path / "train.py"
+    script, until = tmp_path / "train.py", tmp_path / "until"
     source = (JOBS / "toy.py").read_text()
     script.write_text(
         source
@@ -153,9 +154,9 @@ def test_a_users_own_loop_logs_and_evaluates_through_a_loss(
 if __name__ == "__main__":
     import sys
     result = elastic.run(
-        Logging(sleep=0.01), loop=logging_loop, workers=(1, 2), steps=60, global_batch=48,
-        micro_batch=6, reduction="bitwise", storage={str(tmp_path / "runs")!r}, name=sys.argv[1],
-        address={shared_head.address!r}, progress=True,
+        Logging(sleep=0.05, until={str(until)!r}), loop=logging_loop, workers=(1, 2), steps=60,
+        global_batch=48, micro_batch=6, reduction="bitwise", storage={str(tmp_path / "runs")!r},
+        name=sys.argv[1], address={shared_head.address!r}, progress=True,
     )
     print(result.weights_sha256)
 """
@@ -167,7 +168,10 @@ if __name__ == "__main__":
         return [f["evaluation"] for f in found if "evaluation" in f]
 
     hashes, users, evaluated = [], [], []
+    until.touch()
     for name, kills in (("quiet", False), ("killed", True)):
+        if kills:
+            until.unlink()
         order = Order([str(script), name], environment(ray_temp), str(tmp_path))
         process = Forked(fork_server.address, order, with_ray=True)
         deadline = time.monotonic() + 120
@@ -177,6 +181,7 @@ if __name__ == "__main__":
             status = read(tmp_path / "runs" / name / "status.json")
             if status["world_size"] == 2 and status["step"] > 10:
                 os.kill(status["workers"][0]["pid"], signal.SIGKILL)
+                until.touch()
                 break
             time.sleep(0.01)  # polling, bounded by the deadline
         process.wait(timeout=120)
