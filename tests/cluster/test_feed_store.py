@@ -35,6 +35,15 @@ def one_node(ray_temp, monkeypatch):
         yield
 
 
+@pytest.fixture
+def forking_node(start_head):
+    """As one_node, with workers that are forked."""
+    cluster = start_head(num_cpus=2, object_store_memory=100 * MiB)
+    ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
 @pytest.mark.parametrize("kind", ["dictionaries", pytest.param("tripled", marks=pytest.mark.slow)])
 def test_a_slow_consumer_keeps_the_store_within_the_budget(one_node, tmp_path, kind):
     """tests/bench/feed_memory.py has more kinds, and a real budget."""
@@ -74,7 +83,7 @@ def never() -> bool:
     return False
 
 
-def test_consumers_far_apart_get_every_window(one_node, tmp_path):
+def test_consumers_far_apart_get_every_window(forking_node, tmp_path):
     """Windows are forgotten and read again under those who are behind. A consumer waited for ever:
     Ray had lost count of who holds a reference."""
     folder = floats(tmp_path / "set", 8, 2000, 250)
