@@ -27,7 +27,8 @@ from statistics import median
 from tests.bench.harness import REPOSITORY, console, machine, record, storage_directory
 from tests.bench.harness import environment as bench_environment
 from tests.cluster.fake_cloud import FakeCloud
-from tests.cluster.fork_server import ADDRESS, ForkServer
+from tests.cluster.fork_client import ADDRESS
+from tests.cluster.fork_server import ForkServer
 from tests.cluster.hosts import Hosts, sh
 from tests.cluster.job_cluster import JobCluster
 from tests.cluster.live import JOBS, LiveRun, environment

@@ -9,7 +9,8 @@ import pytest
 from filelock import FileLock
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.cluster.fork_server import ADDRESS, ForkServer
+from tests.cluster.fork_client import ADDRESS
+from tests.cluster.fork_server import ForkServer
 from tests.cluster.forked_nodes import ForkedNodes
 from tests.cluster.hosts import Forbidden
 from tests.cluster.live import JOBS, LiveRun, environment

@@ -9,7 +9,6 @@ of its own.
 import contextlib
 import ctypes
 import gc
-import hashlib
 import importlib
 import json
 import os
@@ -23,10 +22,9 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
-ADDRESS = "FORK_SERVER"
-"""The environment variable that names its socket."""
+from tests.cluster.fork_client import NETWORK, Order, send, send_to_ray
+
 ROOT = Path(__file__).parents[2]
 PRELOADED = (
     *("torch", "torch._dynamo", "numpy", "pyarrow.fs", "pyarrow.dataset", "pyarrow.parquet"),
@@ -51,27 +49,7 @@ MAX_ORDER_BYTES = 1 << 20
 IDLE_S = 30.0
 """A server with Ray ends after so long without a child."""
 LOOK_S = 2.0
-START_S = 60.0
-"""For one to import Ray, on a machine that is busy."""
-NETWORK = "FORK_NETWORK"
-"""The environment variable that names the file of the network namespace where programs run."""
-OF_ONE_TEST = "PYTEST_CURRENT_TEST"
-"""The one variable that no program reads, and every test has another one. Ray reads that of the job
-while it is imported: a worker of the next job would say that it is of this one and be sent away."""
 CLONE_NEWNET = 0x40000000
-
-
-class Order(NamedTuple):
-    """A program, as JSON carries it."""
-
-    arguments: list[str]
-    """What the interpreter is given: ["-m", module, ...] or [script, ...]."""
-    env: dict[str, str]
-    folder: str
-    group: int | None = None
-    """The process group that it joins; None: it gets a session of its own."""
-    serves: str = ""
-    """No program: the address where it is a fork server that has imported Ray."""
 
 
 # --- the server -----------------------------------------------------------------
@@ -223,34 +201,6 @@ def listen(address: str, parent: int | None = None) -> Order:
 
 
 # --- who asks it ----------------------------------------------------------------
-def send(address: str, order: Order, files: tuple[int, int, int]) -> tuple[socket.socket, int]:
-    """The connection, over which the exit status comes, and the new process."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(address)
-    socket.send_fds(connection, [json.dumps(order).encode()], files)
-    return connection, int(connection.recv(64))
-
-
-def send_to_ray(
-    address: str, order: Order, files: tuple[int, int, int]
-) -> tuple[socket.socket, int]:
-    """As `send`, to the server that has imported Ray in this environment, started if need be."""
-    about = sorted((k, v) for k, v in order.env.items() if k != OF_ONE_TEST)
-    of_env = f"{address}-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
-    deadline, is_asked = time.monotonic() + START_S, False
-    while True:
-        try:
-            return send(of_env, order, files)
-        except (OSError, ValueError):  # there is none yet, or it is just ending
-            assert time.monotonic() < deadline, of_env
-        if not is_asked:
-            server = Order([], order.env, str(ROOT), serves=of_env)
-            with Path(os.devnull).open("r+") as nothing:
-                send(address, server, (nothing.fileno(),) * 3)[0].close()
-            is_asked = True
-        time.sleep(0.01)  # polling, bounded by the deadline
-
-
 class ForkServer:
     """The process, of which each test process has one; `close` ends it, and nothing it started."""
 

@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 
-from fork_server import ADDRESS, Order, send_to_ray
+from fork_client import ADDRESS, Order, send_to_ray
 
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 

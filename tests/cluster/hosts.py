@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.cluster.fork_server import ADDRESS, NETWORK
+from tests.cluster.fork_client import ADDRESS, NETWORK
 from tests.cluster.live import LiveRun, environment, leftovers
 from tests.cluster.shared_head import UNPREPARED
 

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.cluster.fork_server import ADDRESS, Forked, Order
+from tests.cluster.fork_client import ADDRESS, Order
+from tests.cluster.fork_server import Forked
 
 JOBS = Path(__file__).parent / "jobs"
 PATIENCE_S = 150.0

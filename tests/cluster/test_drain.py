@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.cluster.fork_server import ADDRESS, Forked, Order
+from tests.cluster.fork_client import ADDRESS, Order
+from tests.cluster.fork_server import Forked
 from tests.cluster.live import JOBS, LiveRun, assert_gone, assert_same_bits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

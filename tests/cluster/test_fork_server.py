@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.cluster.fork_server import Forked, Order
+from tests.cluster.fork_client import Order
+from tests.cluster.fork_server import Forked
 from tests.cluster.live import environment
 
 pytestmark = pytest.mark.cluster
