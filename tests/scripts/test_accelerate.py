@@ -1,5 +1,6 @@
-"""Batches that are dealt as Accelerate deals them go on in place. Accelerate is not installed where
-tests run: its sampler and its loader, which draws one batch ahead, are of the same shape here."""
+"""Batches that are dealt as Accelerate deals them go on in place. To import Accelerate takes long:
+its sampler and its loader, which draws one batch ahead, are of the same shape here. Scripts with
+the library itself are test_frameworks.py's."""
 
 from collections.abc import Iterator
 from itertools import islice
