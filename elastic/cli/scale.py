@@ -13,6 +13,7 @@ from elastic.cli.run_options import parse_workers
 from elastic.cli.stop import EMBEDDED, driver_of, read_end, run_id_of
 from elastic.driver.resume import read_past_run
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.membership import counted, workers_from_to
 from elastic.store.files import open_folder
 from elastic.store.remote import shown_uri
 
@@ -51,7 +52,10 @@ def scale(
     asked, (low, high) = high, ask_to_resize(run_id_of(folder, run_dir), address, (low, high))
     past = read_past_run(folder)
     now = past.status.get("world_size", 0) if past is not None and past.status else 0
-    print(f"the run is to have {low} to {high} workers from now on; at this moment {now} train")
+    wanted = workers_from_to(low, high)
+    print(
+        f"the run is to have {wanted} from now on; at this moment it has {counted(now, 'worker')}"
+    )
     if asked > high:
         print(f"more than {high} would have no micro-batch to compute")
     return 0

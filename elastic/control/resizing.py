@@ -10,7 +10,7 @@ from elastic.control.events import Resized
 from elastic.control.pool import explain, leave, lost_members, top_up
 from elastic.control.scaling import staff
 from elastic.control.state import Active, Decision, Ledger, Limits, Notice, Phase
-from elastic.protocol.membership import NumberSet
+from elastic.protocol.membership import NumberSet, workers_from_to
 from elastic.protocol.timeouts import UNLIMITED_S
 
 
@@ -30,7 +30,7 @@ def resize(ledger: Ledger, phase: Phase, event: Resized, limits: Limits) -> Deci
     ledger = ledger.with_losses(too_few=0)  # whoever asks for so few may know better
     ledger = replace(ledger, min_workers=event.min_workers, max_workers=event.max_workers)
     limits, at = in_force(ledger, limits), event.at
-    reason = f"resized to {event.min_workers} to {event.max_workers} workers"
+    reason = f"resized to {workers_from_to(event.min_workers, event.max_workers)}"
     unplaced, leavers = surplus(ledger, phase, limits)
     for worker in unplaced:
         ledger = leave(ledger, worker)

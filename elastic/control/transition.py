@@ -97,7 +97,7 @@ from elastic.control.state import (
     Suspending,
     Waiting,
 )
-from elastic.protocol.membership import NumberSet, worker_name
+from elastic.protocol.membership import NumberSet, worker_name, workers_from_to
 
 LATE = "said before it saw the Abort; its Suspended tells the same"
 FORMED = "somebody was through the rendezvous, so all were"
@@ -143,7 +143,7 @@ def start(limits: Limits, at: float, earlier_generations: int = 0) -> Decision:
         spawned=NumberSet.of(workers),
     )
     ledger = count_from(ledger, at, limits)
-    reason = f"the run starts: {limits.min_workers} to {limits.max_workers} workers"
+    reason = f"the run starts: {workers_from_to(limits.min_workers, limits.max_workers)}"
     return top_up(Decision(ledger, Waiting("starting"), (Spawn(workers),), reason), at, limits)
 
 

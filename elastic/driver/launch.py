@@ -170,7 +170,8 @@ def run_config(
     missing = [Path(storage)] if config.storage is None else missing_folders(storage)
     with step(f"looking at storage {shown_uri(storage)}"):
         folder_of_run = asked(storage, partial(reach_folder, storage)).at(name)
-        past = asked(storage, partial(resume.await_last_processes, folder_of_run))
+        read = partial(resume.read_past_run, folder_of_run)
+        past = asked(storage, partial(resume.await_silence, read, be_silent if is_silent else tell))
     content = resume.config_json(named, target, arguments, versions(), source, past=past)
     if (result := finished_before(place, past, content)) is not None:
         return result

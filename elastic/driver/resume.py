@@ -5,17 +5,19 @@
 
 import hashlib
 import json
+import math
 import os
 import socket
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from elastic.driver.redaction import changed_secrets, redacted, salt_of
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.timeouts import timeouts_of
-from elastic.store.claim import has_ended, is_gone
+from elastic.store.claim import has_ended, is_gone, this_machine
 from elastic.store.files import Folder, encode, read_json
 from elastic.store.journal import read_backwards
 from elastic.store.remote import shown_uri
@@ -45,6 +47,8 @@ DECIDES_BITS = frozenset(("cpus_per_worker",))
 another number of threads."""
 LAST_PROCESSES_S = 3.0
 """How long a run that seems to be alive may take to end."""
+LOOKS = 40
+"""So many times in the time after which a run counts as silent."""
 OF_A_SCRIPT = frozenset(("global_batch",))
 """Where a script trains, the engine's own follow from the number of workers."""
 SCRIPT = "script:"
@@ -72,6 +76,8 @@ class PastRun:
     silent_after_s: float = SILENT_AFTER_S
     begun_s: float = field(default=float("inf"), compare=False)
     """Seconds since config.json was written, as each start of the run does."""
+    heard_at: float | None = field(default=None, compare=False)
+    """When status.json was written, by the clock of its storage."""
     has_trained: bool = field(default=True, compare=False)
     """It has formed a generation, or left steps or checkpoints."""
 
@@ -240,8 +246,7 @@ def compare(
     if past.is_alive:
         raise WrongInput(
             f"{place} is being written by a live run ({where(past)}, {past.silent_s:.0f} s ago). "
-            f"Wait for it, or use another --name; if it was killed, try again in "
-            f"{past.silent_after_s:.0f} s"
+            "Wait for it, or use another --name"
         )
     if not past.has_trained:
         return Fresh()
@@ -276,6 +281,7 @@ def read_past_run(folder: Folder, now: float | None = None) -> PastRun | None:
         is_controller_gone=is_controller_gone(controller_of(status)),
         silent_after_s=SILENT_AFTER_S if folder.local else REMOTE_SILENT_AFTER_S,
         begun_s=float("inf") if begun is None else now - begun,
+        heard_at=written,
         has_trained=bool(generation_of(status) or (result or {}).get("steps"))
         or has_trained(folder),
     )
@@ -299,20 +305,48 @@ def generation_of(content: dict[str, Any] | None) -> int:
     return found if isinstance(found, int) else 0
 
 
-def await_last_processes(folder: Folder) -> PastRun | None:
-    """The run in this folder. If everything of it was killed a moment ago, its controller may have
-    had a successor that is just about to notice; a live run is still alive afterwards."""
-    deadline = time.monotonic() + LAST_PROCESSES_S
-    while (past := read_past_run(folder)) is not None and past.is_alive:
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(0.1)
+def await_silence(
+    read: Callable[[], PastRun | None],
+    tell: Callable[[str], object],
+    now: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], object] = time.sleep,
+) -> PastRun | None:
+    """The run in a folder, alive only if it was heard again while we looked, or is on this machine.
+
+    If all of it was killed a moment ago, its status is young all the same, and a successor of its
+    controller may just be about to notice. tell: told once what is waited for, and for how long at
+    most. now: in seconds, of whatever origin.
+    """
+    begun, is_told = now(), False
+    past = first = read()
+    while past is not None and past.is_alive:
+        waited_s = now() - begun
+        is_heard = is_here(past) or (first is not None and past.heard_at != first.heard_at)
+        if is_heard and waited_s >= LAST_PROCESSES_S:
+            return past
+        if waited_s > past.silent_after_s:  # by our own clock; that of its storage may be wrong
+            return replace(past, silent_s=max(waited_s, past.silent_s))
+        if waited_s >= LAST_PROCESSES_S and not is_told:
+            is_told = True
+            left_s = math.ceil(past.silent_after_s - waited_s)
+            tell(
+                f"an earlier start of this run ({where(past)}) may be alive: waiting {left_s} s "
+                "at most for a sign of it, and going on without one"
+            )
+        pause(past.silent_after_s / LOOKS)
+        past = read()
     return past
 
 
 def controller_of(status: dict[str, Any] | None) -> dict[str, Any]:
     found = (status or {}).get("controller")
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def is_here(past: PastRun) -> bool:
+    """Its controller's process is one of this machine."""
+    machine = controller_of(past.status).get("machine")
+    return bool(machine) and machine == this_machine()
 
 
 def is_controller_gone(controller: dict[str, Any]) -> bool:

@@ -14,6 +14,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def workers_from_to(low: int, high: int) -> str:
+    """ "2 workers", "2 to 6 workers"."""
+    return counted(high, "worker") if low == high else f"{low} to {high} workers"
+
+
 def worker_name(worker: int) -> str:
     """The name a person reads (`status.json`, log files) of worker number `worker`."""
     return f"w{worker}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from elastic.driver.resume import (
     Fresh,
     PastRun,
     Resumed,
+    await_silence,
     changed_code,
     changed_parallel,
     compare,
@@ -283,3 +285,65 @@ def test_a_look_at_a_run_in_a_bucket_does_not_read_its_history(tmp_path):
     assert newest_generation(folder, past) == 399
     assert run_id_of(folder, "r") == "launch 3"
     assert len(folder.reads) == 5
+
+
+ALIVE = replace(PAST, result=None, status={"controller": CONTROLLER}, silent_after_s=45.0)
+
+
+def silence(after_s: Callable[[float], PastRun | None]) -> tuple[PastRun | None, float, list[str]]:
+    """What is found of a run that is this after so many seconds, how long that takes, what is
+    told."""
+    waited_s, told = 0.0, list[str]()
+
+    def pause(seconds: float) -> None:
+        nonlocal waited_s
+        waited_s += seconds
+
+    found = await_silence(lambda: after_s(waited_s), told.append, lambda: waited_s, pause)
+    return found, waited_s, told
+
+
+def test_a_controller_elsewhere_that_was_killed_is_waited_for_until_it_counts_as_silent():
+    found, waited_s, told = silence(lambda s: replace(ALIVE, silent_s=6.0 + s, heard_at=1.0))
+    assert compare("/s/r", found, content()) == Resumed()
+    assert 39.0 < waited_s < 41.0
+    assert told == [
+        "an earlier start of this run (controller pid 77 on 10.0.0.1) may be alive: waiting 42 s "
+        "at most for a sign of it, and going on without one"
+    ]
+
+
+def test_a_clock_of_the_storage_that_is_ahead_makes_nobody_wait_for_longer():
+    found, waited_s, _ = silence(lambda s: replace(ALIVE, silent_s=s - 600.0, heard_at=1.0))
+    assert compare("/s/r", found, content()) == Resumed()
+    assert 45.0 < waited_s < 47.0
+
+
+def test_a_run_that_is_heard_again_is_refused_as_soon_as_it_is():
+    found, waited_s, _ = silence(
+        lambda s: replace(ALIVE, silent_s=(4.0 + s) % 10, heard_at=float((4.0 + s) // 10))
+    )
+    assert "live run" in refusal(found, content())
+    assert 6.0 <= waited_s < 8.0
+
+
+def test_a_live_run_of_this_machine_need_not_be_heard():
+    here = {"controller": {**CONTROLLER, "machine": this_machine()}}
+    found, waited_s, told = silence(lambda s: replace(ALIVE, status=here, silent_s=s, heard_at=1.0))
+    assert "live run" in refusal(found, content())
+    assert 3.0 <= waited_s < 5.0
+    assert told == []
+
+
+def test_a_live_run_on_this_disk_is_refused_without_a_line():
+    here = replace(ALIVE, silent_after_s=10.0)
+    found, waited_s, told = silence(lambda s: replace(here, silent_s=s % 1, heard_at=s // 1))
+    assert "live run" in refusal(found, content())
+    assert (waited_s, told) == (3.0, [])
+
+
+@pytest.mark.parametrize("end", [{"is_controller_gone": True}, {"result": STOPPED}])
+def test_the_end_of_a_run_that_seemed_alive_ends_the_wait(end):
+    ended = replace(ALIVE, **end)
+    assert silence(lambda s: ended if s > 1.0 else ALIVE)[0] is ended
+    assert silence(lambda _: None) == (None, 0.0, [])

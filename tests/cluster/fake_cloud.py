@@ -133,6 +133,7 @@ class FakeCloud:
     """
 
     def __init__(self, max_nodes: int = 3, *, v2: bool = True) -> None:
+        self.is_v2 = v2
         self.temp = Path(tempfile.mkdtemp(prefix="ea-", dir="/tmp"))
         self._instances = self.temp / "instances"
         self._instances.mkdir()

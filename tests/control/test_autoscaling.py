@@ -18,6 +18,7 @@ def demands(monkeypatch) -> list[str]:
     task = SimpleNamespace(options=lambda **_: demand)
     monkeypatch.setattr(ray, "remote", lambda _: task)
     monkeypatch.setattr(ray, "cancel", lambda _: said.append("cancelled"))
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda _: None)
     return said
 
 
@@ -61,3 +62,11 @@ def test_a_head_that_is_away_tells_nothing_of_nodes_made_by_hand(monkeypatch, ca
     monkeypatch.setattr(internal_kv, "_internal_kv_get", away)
     assert report() is None
     assert "the head is away" in caplog.text
+
+
+def test_version_1_is_not_waited_for(demands, monkeypatch):
+    """It says of no demand whether a kind of node could fill it; its own report tells that it is
+    there."""
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda _: b"{}")
+    assert can_add_gpus() is None
+    assert demands == [], "no place was asked for"

@@ -70,6 +70,27 @@ def test_the_line_says_so_if_the_autoscaler_has_no_such_node():
         assert "autoscaler" not in waits_for(3, wish, replace(offer, infeasible=(Demand(other),)))
 
 
+@pytest.mark.parametrize(
+    ("nodes", "says"),
+    [
+        (b'{"autoscaler_report": {"active_nodes": {"gpus": 1}}}', True),
+        (b'{"autoscaler_report": {"active_nodes": {"node_1": 1}}}', False),
+        (None, False),
+    ],
+    ids=["version 1", "by hand", "none, or version 2"],
+)
+def test_what_no_node_has_is_told_whatever_adds_nodes(nodes, says):
+    """Version 1 tells nobody which kinds of nodes it has."""
+    offer = Offer((machine(CPU=4),), {"CPU": 4}, nodes)
+    assert waits_for(2, Need(2, 1), offer) == (
+        "waiting for a place for 2 workers of 2 CPUs and 1 GPU; the cluster has 1 node with "
+        "4 CPUs (4 free) and 0 GPUs (0 free)"
+        + says
+        * "; whether Ray's autoscaler (version 1) has a kind for it, it does not tell"
+    )
+    assert "version 1" not in waits_for(2, Need(2, 0), offer), "a node has a place for that"
+
+
 SPOT_FIRST = parse_labels("ray.io/market-type=spot; ray.io/market-type=on-demand")
 
 

@@ -61,6 +61,11 @@ def is_by_hand(machines: Sequence[Machine], report: bytes | None) -> bool:
     return bool(nodes) and all(name.startswith(BY_HAND) for name in nodes)
 
 
+def is_open(machines: Sequence[Machine], report: bytes | None) -> bool:
+    """Whether version 1 is there, which may add nodes and says nowhere of which kinds."""
+    return report is not None and not is_by_hand(machines, report)
+
+
 def unfillable(need: Need, machines: Sequence[Machine], report: bytes | None) -> str:
     """Why no machine takes a worker, if none is large enough and nothing adds any; else empty. A
     cluster without a single machine of the kind is not complete yet."""
@@ -97,7 +102,9 @@ def nothing() -> None:
 
 def can_add_gpus() -> bool | None:
     """Whether the autoscaler has a node type with GPUs, by what becomes of a demand for one; None
-    if it does not say."""
+    if it does not say. Version 1 never does, and is not waited for."""
+    if report() is not None:
+        return None
     demand = cast(Any, ray.remote(nothing)).options(num_cpus=0, num_gpus=1, max_retries=0).remote()
     seen_in, deadline = None, time.monotonic() + JUDGED_S
     try:

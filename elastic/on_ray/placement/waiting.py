@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import ray
 
-from elastic.on_ray.placement.autoscaling import Demand, infeasible, report, unfillable
+from elastic.on_ray.placement.autoscaling import Demand, infeasible, is_open, report, unfillable
 from elastic.on_ray.placement.machines import machines
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import counted
@@ -75,6 +75,8 @@ def waits_for(num_missing: int, need: Need, offer: Offer) -> str:
         return f"{line}; {why}: start a larger one"
     if offer.adds_none(need):
         return f"{line}; Ray's autoscaler has no kind of node for that and adds none: start one"
+    if offer.has_none(need) and is_open(offer.machines, offer.report):
+        return f"{line}; whether Ray's autoscaler (version 1) has a kind for it, it does not tell"
     return line
 
 
