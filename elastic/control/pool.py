@@ -164,6 +164,7 @@ def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
     alive = sum(map(len, pool_sets(ledger))) + num_members(phase) - len(ledger.leaving)
     barred = losses.barred if at < losses.barred_until else 0
     refused = losses.refused.places if at < losses.refused.until else 0
+    refused = min(refused, limits.max_workers - limits.min_workers)  # enough may always come
     missing = limits.max_workers + limits.standby - alive - barred - refused
     if missing <= 0:
         return decision

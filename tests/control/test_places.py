@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from elastic.control.commands import Form, Spawn
 from elastic.control.events import Committed, Joined, Tick, WorkerLost
-from elastic.control.state import Forming, Running, Waiting
+from elastic.control.state import Forming, Refused, Running, Waiting
 from elastic.control.transition import transition
 from elastic.protocol.membership import Membership
 from tests.control.transitions import LEDGER, LIMITS, play, some, suspended
@@ -93,3 +93,11 @@ def test_a_run_that_lacks_workers_asks_again_soon_and_in_the_end_says_what_to_do
     _, phase, _ = play(spent, entering(11), unfit(11, 90.0), limits=limits)
     assert phase.outcome == "failed"
     assert phase.reason.startswith("w11 lost (unfit: w11 computes other bits): 9 failures since")
+
+
+def test_a_run_that_has_lost_its_members_since_asks_for_enough_all_the_same():
+    limits = replace(TWO_OR_THREE, max_workers=4)
+    waiting = replace(LEDGER, next_worker=9)
+    waiting = waiting.with_losses(refused=Refused(in_a_row=7, places=4, until=3600.0))
+    _, _, commands = play(waiting, Waiting(0.0), Tick(10.0), limits=limits)
+    assert commands == [Spawn((9, 10))]
