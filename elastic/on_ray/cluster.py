@@ -20,7 +20,6 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from elastic.control import commands as c
 from elastic.control import events as e
-from elastic.control.detection.hang import STOPPED, watch
 from elastic.control.detection.patience import PhaseOfStep
 from elastic.control.translation import Eventful, copying, event_of, interruption
 from elastic.on_ray.background import Background
@@ -131,7 +130,8 @@ class RayCluster:
         self.links.send(worker, t.Load(self.host.record.place, self.recorded_step))
 
     def _sync(self, command: c.Sync) -> None:
-        addresses = {worker: slot.peer_address for worker, slot in self.workers.items()}
+        slots = {w: self.workers.get(w) for w in (command.source, *command.members)}
+        addresses = {w: slot.peer_address for w, slot in slots.items() if slot is not None}
         if command.worker in self.workers:  # its loss may wait among the events
             self.workers[command.worker].state = "syncing"
         self.links.send(command.worker, copying(command, addresses))
@@ -364,11 +364,7 @@ class RayCluster:
             self.failover.hear_pulse(worker, said)
 
     def _on_heartbeat(self, worker: int, record: Slot, heartbeat: Heartbeat) -> None:
-        record.watch = watch(record.watch, heartbeat, self.now())
-        if heartbeat.process_state != STOPPED:  # it beats on while its trainer is frozen
-            record.last_seen = self.now()
-        record.step = max(record.step, heartbeat.step)
-        record.memory = heartbeat.memory or record.memory
+        record.beat(heartbeat, self.now())
         self.send_word(worker)
         self._diagnosis.hear_beat(worker)
 

@@ -18,8 +18,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from elastic.control.detection.hang import Watch
+from elastic.control.detection.hang import STOPPED, Watch, is_dead, watch
 from elastic.protocol.messages import to_controller as r
+from elastic.protocol.messages.pulse import Heartbeat
 
 ENDING_GRACE_S = 3.0
 DEAD = "The actor is dead because"
@@ -75,6 +76,14 @@ class Slot:
         """It will be ended. Should it die before, it is lost by this, unless it has said why."""
         if not self.last_words:
             self.last_words, self.last_cause = why, cause
+
+    def beat(self, heartbeat: Heartbeat, now: float) -> None:
+        """Its pulse beats on while its trainer is frozen, and once after its end."""
+        self.watch = watch(self.watch, heartbeat, now)
+        if heartbeat.process_state != STOPPED and not is_dead(self.watch):
+            self.last_seen = now
+        self.step = max(self.step, heartbeat.step)
+        self.memory = heartbeat.memory or self.memory
 
     def end(self) -> None:
         """Its process, whatever state that is in; if it is only being made, once it is."""

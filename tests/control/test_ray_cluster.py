@@ -29,6 +29,7 @@ from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import Membership
 from elastic.protocol.messages import to_controller, to_worker
+from elastic.protocol.messages.pulse import KILLED, Heartbeat
 from elastic.protocol.step_record import NONE_APPLIED
 from elastic.protocol.timeouts import timeouts_of
 from tests.control import virtual_time
@@ -100,6 +101,17 @@ def test_a_worker_that_comes_back_before_it_was_heard_to_be_ready_is_ready():
         return [scene.cluster.events.get_nowait() for _ in range(scene.cluster.events.qsize())]
 
     assert asyncio.run(run()) == [WorkerStarted(4, 5.0, "n")]
+
+
+@pytest.mark.parametrize("state", [KILLED, "Z", "T"])
+def test_a_beat_of_a_dead_or_stopped_process_is_no_sign_of_life(state: str):
+    slot = Slot(NOTHING)
+    alive = Heartbeat(4, 1, 7, "compute", 0.1, None, waits_for_peers=False, process_state="R")
+    slot.beat(alive, 4.0)
+    slot.beat(replace(alive, process_state=state), 5.0)
+    assert (slot.last_seen, slot.step) == (4.0, 7)
+    assert slot.watch is not None
+    assert slot.watch.heard_at == 5.0
 
 
 @pytest.mark.parametrize("state", ["pending", "standby"])
