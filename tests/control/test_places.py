@@ -99,5 +99,5 @@ def test_a_run_that_has_lost_its_members_since_asks_for_enough_all_the_same():
     limits = replace(TWO_OR_THREE, max_workers=4)
     waiting = replace(LEDGER, next_worker=9)
     waiting = waiting.with_losses(refused=Refused(in_a_row=7, places=4, until=3600.0))
-    _, _, commands = play(waiting, Waiting(0.0), Tick(10.0), limits=limits)
+    _, _, commands = play(waiting, Waiting("few"), Tick(10.0), limits=limits)
     assert commands == [Spawn((9, 10))]
