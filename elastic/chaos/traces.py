@@ -65,9 +65,9 @@ def read_points(path: Path) -> list[Point]:
         point = point_of(line)
         if point is None:
             raise WrongInput(f"{path} line {number} is {shown(line)}, must be seconds,count")
+        if points and points[-1][0] > point[0]:
+            raise WrongInput(f"{path} line {number} is {shown(line)}: times must not decrease")
         points.append(point)
-    if any(before[0] > after[0] for before, after in pairwise(points)):
-        raise WrongInput(f"{path}: times must not decrease")
     return points
 
 

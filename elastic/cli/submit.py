@@ -183,14 +183,15 @@ def refuse_secrets(options: dict[str, Any]) -> None:
     if with_keys:
         raise WrongInput(
             f"--{with_keys[0].replace('_', '-')} {shown_text(options[with_keys[0]])} has keys in "
-            "it, which would be in the job's command for everyone to read: give the nodes a role, "
-            "or the keys as --env KEY=VALUE"
+            "it, which would be in the job's command for everyone to read: give the nodes a role; "
+            "--env KEY=VALUE is for a job server that nobody else reaches"
         )
     arguments = parse_arguments(options["settings"] or ())
     if hidden := sorted(redacted({"arguments": plain(arguments)}).get("secrets", {})):
         raise WrongInput(
             f"--set {hidden[0]}=... is a secret, which would be in the job's command for everyone "
-            "to read: give the nodes a role, or --env KEY=VALUE, which the workload reads"
+            "to read: give the nodes a role; --env KEY=VALUE, which the workload reads, is for a "
+            "job server that nobody else reaches"
         )
 
 
