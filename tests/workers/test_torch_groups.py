@@ -2,8 +2,12 @@
 
 import gc
 import os
+import select
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -242,3 +246,33 @@ def test_nothing_is_left_of_many_generations(num_generations):
         grown = {name: late[name] - early[name] for name in early}
         assert all(n <= 2 for n in grown.values()), (early, late)
         assert late["groups"] <= 4, late
+
+
+def test_a_forked_process_collects_no_group_of_its_parent():
+    """Its end joins threads which that process has not, and so never comes."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    cycle = [group]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del group, cycle
+        child = os.fork()
+        if child == 0:
+            gc.collect()
+            os._exit(0)
+    finally:
+        gc.enable()
+    with process_of(child) as pidfd:
+        ended, _, _ = select.select([pidfd], [], [], 60)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@contextmanager
+def process_of(pid: int) -> Iterator[int]:
+    pidfd = os.pidfd_open(pid)
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)

@@ -1,5 +1,7 @@
 """The group over gloo, whose operations run in threads of gloo's own and raise in them."""
 
+import gc
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +22,10 @@ from workers.torch_private.c10d import gloo_options
 DIRECT_WAIT = timedelta(milliseconds=10)
 """So long a wait is the backend's own, which costs no change of threads in Python. Nothing ends it
 but the collective: an abandonment may be noticed so much later."""
+
+# The end of a group joins its threads, of which a forked process (a loader's, torch's DataLoader's)
+# has none: where it collects a group that its parent has left, it hangs or crashes.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 class GlooGroup(Group):
