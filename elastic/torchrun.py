@@ -14,9 +14,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from elastic.driver.launch import Progress, Result
+from elastic.driver.launch import Result
 from elastic.driver.script_level import OPTION, may_go_on_in_place
 from elastic.driver.scripts import ScriptRun, run_script
+from elastic.driver.waiting import Progress
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import place_of
 

@@ -1,33 +1,29 @@
 """`run()`: from a workload and a RunConfig to a result. The driver's side of a run.
 
 What happens in the controller's process is elastic/controller/supervisor.py's; this module submits
-it, waits, passes Ctrl-C on, and cleans up whatever a dead controller left.
+it. Until it ends, waiting.py waits and passes Ctrl-C on.
 """
 
 import importlib.metadata
-import math
 import pickle
 import secrets
-import signal
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 from elastic.config import RunConfig
 from elastic.driver import resume
-from elastic.driver.display import Display, progress_shown
+from elastic.driver.display import progress_shown
 from elastic.driver.idle_ranks import idle_note
 from elastic.driver.starting import be_silent, slow_step, tell
 from elastic.driver.target import target_of
+from elastic.driver.waiting import Onlooker, Progress, wait
 from elastic.protocol import nccl_settings
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.named import function_named
@@ -46,13 +42,6 @@ from elastic.store.remote import AWAY_PAUSES_S, patiently, shown_uri, unknown_ho
 from elastic.workload import Workload
 
 T = TypeVar("T")
-Progress = Callable[[str], object]
-POLL_S = 0.2
-END_NOW_S = 10.0
-"""How long a controller may take to end a run at once, before it is ended without it."""
-CHECKS_S = 5.0
-"""A driver that will leave waits for what the first worker finds wrong, as nobody is there to be
-told of it later; but only so long if there is no place for all: machines may take hours to come."""
 REPORTED_VERSIONS = ("torch", "ray", "pyarrow", "numpy")
 
 
@@ -194,7 +183,12 @@ def run_config(
             record,
             folder=folder,
             loop=loop,
-            onlooker=Onlooker(on_progress, tell_place=config.storage is None, is_silent=is_silent),
+            onlooker=Onlooker(
+                on_progress,
+                tell_place=config.storage is None,
+                is_silent=is_silent,
+                is_script=target.startswith(resume.SCRIPT),
+            ),
             detach=detach,
             slow_step=step,
         )
@@ -275,7 +269,7 @@ def run_on_ray(
     *,
     folder: Path | None,
     loop: Callable[[Any], None] | None,
-    onlooker: "Onlooker",
+    onlooker: Onlooker,
     detach: bool,
     slow_step: Callable[[str], AbstractContextManager[None]],
 ) -> dict[str, Any] | None:
@@ -357,105 +351,6 @@ def check_bucket(storage: str) -> None:
     if open_folder(storage).local is None:
         with suppress(OSError):
             refuse_unwritable(storage)
-
-
-def wait(driver: Any, onlooker: "Onlooker", detach: bool) -> dict[str, Any] | None:
-    """The controller's answer at the end of the run; None if it was left alone after its start.
-
-    The first SIGINT or SIGTERM asks it to finish the step, the next one ends it at once.
-    """
-    told, end_by, departure = 0, math.inf, Departure()
-    with interrupts_heard() as interrupts:
-        try:
-            while (answer := driver.poll(POLL_S)) is None:
-                onlooker.look(driver)
-                if detach and departure.is_due(driver, time.monotonic()):
-                    return None
-                if len(interrupts) > told:
-                    told = len(interrupts)
-                    reason = signal.Signals(interrupts[0]).name
-                    (driver.stop if told == 1 else driver.end_now)(f"{reason} at the driver")
-                    end_by = math.inf if told == 1 else time.monotonic() + END_NOW_S
-                if time.monotonic() > end_by:
-                    driver.abandon()
-            return answer
-        finally:
-            onlooker.end()
-
-
-class Departure:
-    """When a driver leaves a run that goes on without it: once it has begun; or while there is no
-    place for all of its workers, but not before those that had one have had their time."""
-
-    def __init__(self) -> None:
-        self._is_lacking, self._leave_by = False, math.inf
-
-    def is_due(self, driver: Any, now: float) -> bool:
-        """Asked again and again."""
-        if not driver.place:
-            return False
-        was_lacking, self._is_lacking = self._is_lacking, bool(driver.waits_for)
-        has_found_place = was_lacking and not self._is_lacking
-        if has_found_place or self._leave_by == math.inf:
-            self._leave_by = now + CHECKS_S
-        return driver.has_begun or (self._is_lacking and now > self._leave_by)
-
-
-@contextmanager
-def interrupts_heard() -> Generator[list[int]]:
-    """The SIGINTs and SIGTERMs so far; they do nothing else."""
-    interrupts: list[int] = []
-
-    def on_signal(number: int, _: FrameType | None) -> None:
-        interrupts.append(number)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    previous = {number: signal.signal(number, on_signal) for number in numbers}
-    try:
-        yield interrupts
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-class Onlooker:
-    """Tells whoever has started the run what it waits for, where it is, and how it goes."""
-
-    def __init__(
-        self,
-        on_progress: Progress | None = None,
-        *,
-        tell_place: bool = False,
-        is_silent: bool = False,
-    ) -> None:
-        """tell_place: once the run is there to stay. is_silent: not how far a start is that lacks
-        nothing."""
-        self._tell_place, self._is_silent = tell_place, is_silent
-        self._display = None if on_progress is None else Display(on_progress)
-        self._told = ""
-
-    def look(self, driver: Any) -> None:
-        line = driver.waits_for
-        need, _, rest = line.partition(";")  # what others have left changes all the time
-        need += rest.partition(";")[2]
-        if not line and not self._is_silent:
-            need = line = driver.starts
-        if line and need != self._told:
-            self._told = need
-            tell(line)
-        if not driver.has_begun:
-            return
-        if self._tell_place:
-            self._tell_place = False
-            why = "temporary: without storage the same name does not resume it"
-            print(f"run directory: {driver.place} ({why})", file=sys.stderr)
-        if self._display is not None:
-            self._display.begin(driver.place)
-
-    def end(self) -> None:
-        if self._display is not None:
-            self._display.end()
 
 
 def conclude(answer: dict[str, Any], place: str) -> Result:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from elastic.config import RunConfig
-from elastic.driver.launch import Progress, Result, run_config
+from elastic.driver.launch import Result, run_config
 from elastic.driver.resume import SCRIPT
+from elastic.driver.waiting import Progress
 
 NO_END = 1_000_000_000
 """A script says itself when it is over."""

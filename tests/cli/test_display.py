@@ -3,10 +3,11 @@
 import builtins
 import io
 import json
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,10 @@ from rich.console import Console
 
 from elastic.cli.app import main
 from elastic.cli.progress import Progress
-from elastic.driver import launch, starting
+from elastic.driver import starting, waiting
 from elastic.driver.display import Display, progress_shown
-from elastic.driver.launch import Onlooker, wait
 from elastic.driver.starting import slow_step
+from elastic.driver.waiting import Onlooker, wait
 from elastic.on_ray.driver.submission import Lease
 from elastic.store.files import open_folder, write_json
 from elastic.store.run_directory import RunDirectory
@@ -162,6 +163,50 @@ def test_a_step_of_the_start_is_told_if_it_takes_long_where_somebody_waits(
     assert told == ["looking"] * is_terminal
 
 
+class Interrupted:
+    """A driver that gets a signal at each look, and whose run ends after the last one."""
+
+    def __init__(self, signals: Sequence[signal.Signals]) -> None:
+        self.place, self.has_begun, self.waits_for, self.starts = "runs/r", True, "", ""
+        self._signals, self.wishes = list(signals), list[str]()
+
+    def poll(self, timeout_s: float) -> dict[str, Any] | None:
+        if not self._signals:
+            return ANSWER
+        signal.raise_signal(self._signals.pop(0))
+        return None
+
+    def stop(self, reason: str) -> None:
+        self.wishes.append(f"stop: {reason}")
+
+    def end_now(self, reason: str) -> None:
+        self.wishes.append(f"end: {reason}")
+
+    def abandon(self) -> None:
+        self.wishes.append("abandon")
+
+
+@pytest.mark.parametrize(("is_script", "when"), [(False, "of this step"), (True, "next report")])
+def test_the_first_interrupt_is_told_at_once_and_what_a_second_one_does(capsys, is_script, when):
+    driver = Interrupted((signal.SIGTERM, signal.SIGINT))
+    assert wait(driver, Onlooker(is_script=is_script, is_silent=True), detach=False) == ANSWER
+    assert driver.wishes == ["stop: SIGTERM at the driver", "end: SIGTERM at the driver"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("elastic: SIGTERM: the run stops")
+    assert when in line
+    assert line.endswith("; a second one ends it at once")
+
+
+def test_further_interrupts_do_not_put_off_the_end_of_a_controller_that_does_not_answer(
+    monkeypatch,
+):
+    clock = iter(range(0, 1000, 6))  # seconds, one look after the other
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    driver = Interrupted([signal.SIGINT] * 5)
+    assert wait(driver, Onlooker(), detach=False) == ANSWER
+    assert "abandon" in driver.wishes
+
+
 def test_a_run_that_comes_to_nothing_names_no_place(capsys):
     assert wait(Waiting(("runs/r", False, "")), Onlooker(tell_place=True), detach=False) == ANSWER
     assert capsys.readouterr().err == ""
@@ -171,14 +216,14 @@ def test_a_run_is_left_alone_once_it_is_there_whether_machines_are_or_not(monkey
     begun = ("runs/r", True, "")
     assert wait(Waiting(("", False, ""), begun), Onlooker(), detach=True) is None
     driver = Waiting(("runs/r", False, LACK), begun)
-    monkeypatch.setattr(launch, "CHECKS_S", -1.0)  # the first worker has had its time
+    monkeypatch.setattr(waiting, "CHECKS_S", -1.0)  # the first worker has had its time
     assert wait(driver, Onlooker(), detach=True) is None
     assert not driver.has_begun
 
 
 def test_a_run_whose_workers_have_places_is_left_alone_only_once_it_has_begun(monkeypatch):
     """Its first worker may take long to import torch, and then find that the input is wrong."""
-    monkeypatch.setattr(launch, "CHECKS_S", -1.0)
+    monkeypatch.setattr(waiting, "CHECKS_S", -1.0)
     driver = Waiting(*[("runs/r", False, "")] * 5)
     assert wait(driver, Onlooker(), detach=True) == ANSWER
     driver = Waiting(("runs/r", False, ""), ("runs/r", True, ""))
@@ -188,8 +233,8 @@ def test_a_run_whose_workers_have_places_is_left_alone_only_once_it_has_begun(mo
 
 def test_the_time_without_a_place_ends_with_the_place(monkeypatch):
     clock = iter(range(0, 1000, 6))  # seconds, one look after the other
-    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(launch, "CHECKS_S", 15.0)
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(waiting, "CHECKS_S", 15.0)
     lacking, placed = ("runs/r", False, LACK), ("runs/r", False, "")
     assert wait(Waiting(*[lacking, placed] * 4), Onlooker(), detach=True) == ANSWER
     assert wait(Waiting(*[lacking] * 8), Onlooker(), detach=True) is None

@@ -135,6 +135,8 @@ def test_the_drivers_death_ends_every_process_within_ten_seconds(start):
         pids = descendants(run.process.pid)
         assert {*run.seen_pids, status["controller"]["pid"]} < {*pids}
         assert sum(b"agent" in about(pid, "cmdline") for pid in pids) >= 2, "Ray's own, too"
+        sessions = {os.getsid(pid) for pid in pids}
+        assert os.getsid(run.process.pid) not in sessions, "what a terminal sends is the driver's"
         run.process.kill()
         deadline = time.monotonic() + 10
         while leftovers(pids) and time.monotonic() < deadline:

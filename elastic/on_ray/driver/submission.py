@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 
 from elastic.on_ray import actors, naming
+from elastic.on_ray.driver.own_sessions import own_sessions
 from elastic.on_ray.driver.package import package_of
 from elastic.on_ray.driver.raylet_words import hush_deaths
 from elastic.on_ray.driver.remnants import Remnants
@@ -158,7 +159,7 @@ class RayDriver:
         self._refuse_embedded()
         self.is_embedded = True
         try:
-            with request.slow_step("starting Ray on this machine"):
+            with request.slow_step("starting Ray on this machine"), own_sessions():
                 ray.init(
                     address="local",
                     num_cpus=request.num_slots * request.need("cpu").cpus + EMBEDDED_SPARE_CPUS,
