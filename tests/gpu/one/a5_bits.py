@@ -1,6 +1,7 @@
 """The tests of `tests/workers` that train, on this GPU: ranks share it by the staged group."""
 
 import argparse
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from tests.gpu.experiment import Table, main
 
 SUITES = ("tests/workers", "-m", "not slow")
+AT_ONCE = min(8, (os.cpu_count() or 2) // 2) if importlib.util.find_spec("xdist") else 0
+"""Processes of pytest, each with up to four ranks."""
 
 
 def counts(last_line: str) -> dict[str, int]:
@@ -18,6 +21,7 @@ def counts(last_line: str) -> dict[str, int]:
 
 def body(table: Table, arguments: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "pytest", *SUITES, "-q", "-k", arguments.k]
+    command += ["-n", str(arguments.n)] if arguments.n else []
     environment = os.environ | {"ELASTIC_TEST_DEVICE": arguments.place}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     lines = done.stdout.strip().splitlines() or ["nothing was printed"]
@@ -35,6 +39,7 @@ def body(table: Table, arguments: argparse.Namespace) -> None:
 def options(parser: argparse.ArgumentParser) -> None:
     # Tests that train have their place in their names.
     parser.add_argument("-k", default="cuda", help="as pytest's")
+    parser.add_argument("-n", type=int, default=AT_ONCE, help="processes, if there is xdist")
     parser.add_argument("--place", default="cuda", help="cpu and sim try the script")
 
 
