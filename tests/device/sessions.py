@@ -384,21 +384,31 @@ class Run:
             )  # fmt: skip
 
 
-def see_groups_off() -> None:
-    """Ranks are threads, and whoever leaves a group looks at all that were left before: at none of
-    a device that fails now. Nothing is under way on the devices."""
+_left: list[Group] = []
+"""Of earlier runs. Whoever frees a group waits for what is under way in it, and that may wait for
+the other rank's group to be freed."""
+
+
+def see_groups_off(run: Run) -> None:
+    """After it. Ranks are threads, and whoever leaves a group looks at all that were left before:
+    at none of a device that fails now. Nothing is under way on the devices."""
     for index in range(WORLD_SIZE):
         torch.sim.synchronize(index)
+    for rank in run.ranks:
+        if (group := rank.member.own.group) is not None:
+            process_group.leave(group)
+    _left.extend(process_group._left_behind)
     process_group._left_behind.clear()
+    _left[:] = [group for group in _left if not group.is_settled]
 
 
 def sweep(case: Case, place: str, every: int = 1, limit: int = 200) -> list[Outcome]:
     """One run for each of the case's instants, or for one in `every`, until there are no more."""
-    calm = Run(case, 0, place)
+    run = calm = Run(case, 0, place)
     calm.go()
     outcomes: list[Outcome] = []
     for k in range(0, limit, every):
-        see_groups_off()
+        see_groups_off(run)
         run = Run(case, k, place, calm.lived)
         wrong = ""
         try:
