@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.protocol import wire
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import peer
+from elastic.protocol.messages.direction import pack
+from elastic.protocol.messages.hello import Hello
 from elastic.protocol.messages.to_worker import Sync
 from elastic.protocol.step_record import KnownSteps
 from tests.workers.sharded_rig import CPU, spec
@@ -24,6 +27,7 @@ from workers.membership.state_stream import (
     NOTHING_KNOWN,
     Follower,
     Followers,
+    Following,
     PeerServer,
     Start,
     message_of,
@@ -155,10 +159,41 @@ def test_updates_that_wait_for_another_source_are_bounded_and_then_left_to_the_g
     newcomer.look_until(lambda: bool(newcomer.told))
     why = "it has sent more steps than can be kept until other sources have"
     assert newcomer.told == [e.SourceLost(why)]
-    (kept, _) = newcomer.copying._sources
-    kept.next_of(5)
-    assert len(kept._come) == 3, "its state and two steps"
+    assert newcomer.copying._sources == [], "what has come is let go"
     until(lambda: first.commit(16, 1) or first.follower.is_lost)
+
+
+def test_a_source_whose_updates_nobody_uses_is_read_no_further():
+    first = Source()
+    following = Following(
+        first.peers.address,
+        token="t",
+        worker=NEWCOMER,
+        timeout_s=PATIENCE_S,
+        detect_s=3.0,
+        wake=lambda: None,
+        blocks=((0,),),
+        max_unused_bytes=SIZE_BYTES,
+    )
+    first.begin(5, 1)
+    for step in range(6, 16):
+        first.commit(step, 1)
+    until(lambda: following.failure)
+    assert following.is_full
+    assert following.received.qsize() == 3, "its state and two steps"
+
+
+def test_a_level_newcomer_whose_other_source_goes_quiet_keeps_nothing_of_the_first():
+    first, second = Source(), Source()
+    newcomer = Newcomer(first, second, max_waiting_bytes=SIZE_BYTES)
+    for source in (first, second):
+        source.begin(5, 1)
+    newcomer.look_until(lambda: e.CopyLevel() in newcomer.told)
+    for step in range(6, 16):
+        first.commit(step, 1)
+    newcomer.look_until(lambda: newcomer.copying._sources == [])
+    newcomer.copying.finish(15, NEVER)
+    assert not newcomer.part.is_whole, "it gets its part from the generation"
 
 
 def test_one_update_of_any_size_may_wait_and_what_was_used_makes_room():
@@ -172,6 +207,15 @@ def test_one_update_of_any_size_may_wait_and_what_was_used_makes_room():
         newcomer.look_until(lambda at=step: newcomer.part.steps[-1:] == [(at, 1)])
     newcomer.copying.finish(9, NEVER)
     assert newcomer.part.is_whole
+
+
+def test_a_newcomer_that_does_not_say_what_it_wants_is_not_waited_for(monkeypatch):
+    source = Source()
+    monkeypatch.setattr(wire, "HELLO_S", 0.2)
+    with socket.create_connection(source.peers.address, PATIENCE_S) as connection:
+        connection.sendall(pack(Hello("t", NEWCOMER, "part")))
+        assert connection.recv(1) == b"", "the server has closed it"
+    assert source.peers.arrived() == []
 
 
 class Arrived:

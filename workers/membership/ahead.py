@@ -143,7 +143,10 @@ class CopyingAhead:
     def look_around(self) -> None:
         """In the pool: catch up with what has arrived."""
         self._apply_received()
-        if self._sources and all(s.is_level for s in self._sources):
+        if any(s.following.is_full for s in self._sources):
+            self._tell(e.SourceLost(self._why_ended))
+            self.stop()  # no way leads on from what it has, which is much
+        elif self._sources and all(s.is_level for s in self._sources):
             self._tell(e.CopyLevel())
         elif self._why_ended:
             self._tell(e.SourceLost(self._why_ended))

@@ -259,7 +259,9 @@ class PeerServer:
             watch_host(connection, self._detect_s, is_sender=True)
             blocks: BlockSets | None = None
             if hello.role == "part":
+                connection.settimeout(wire.HELLO_S)  # it says so at once, or never
                 blocks = FROM_FOLLOWER.read(*wire.receive(connection)).blocks
+                connection.settimeout(None)
             self._arrived.put(Follower(connection, int(hello.worker), blocks))
             self._wake()
         except (OSError, ValueError, KeyError, TypeError):
@@ -360,6 +362,8 @@ class Following:
         """There is no memory for what came."""
         self.num_tensors = 0
         """Received so far, of what is not whole yet as well."""
+        self.is_full = False
+        """It receives no more, since nobody uses what it has received."""
         self._num_unused = self._unused_bytes = 0
         self._max_unused_bytes, self._lock = max_unused_bytes, threading.Lock()
         self._wake = wake
@@ -380,6 +384,7 @@ class Following:
                 self.received.put((said, tensors))
                 self.arrived.set()
                 self._wake()
+            self.is_full = True
             self._end("it has sent more steps than can be kept until other sources have")
             self.close()
         except (OSError, ValueError) as error:
