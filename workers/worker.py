@@ -178,7 +178,7 @@ class Worker:
                 traceback.print_exc()
                 why = f"{self._gpu_name} has failed: {fault}"
                 self._leave(EXIT_WITHOUT_GPU, why, "device_failed")
-            self._fail(error)
+            self._fail(gpu.refused(error, self._spec))
         except BaseException as error:  # to Ray it would look like the end of the process
             self._fail(RuntimeError(f"the workload raised {in_words(error)}"))
 
@@ -380,7 +380,8 @@ class Worker:
         except WrongInput:
             raise
         except Exception as error:
-            gpu.check_deterministic(error)
+            if (refused := gpu.refused(error, self._spec)) is not error:
+                raise refused from error
             examine()  # what a strategy could not examine would get to no step
             return  # step 1 will raise it, with its positions and everything on record
         finally:

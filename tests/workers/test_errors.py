@@ -184,6 +184,27 @@ def test_a_workload_that_sets_another_number_of_threads_is_refused_where_bits_co
         torch.set_num_threads(before)
 
 
+def uses_what_races(value):
+    """On a GPU: an operation without a deterministic kernel. On a CPU put_ is one."""
+    torch.zeros(1).put_(torch.zeros(1, dtype=torch.long), torch.ones(1))
+    return value
+
+
+@pytest.mark.parametrize(("reduction", "words"), [("bitwise", "put_ has no"), ("fast", "Runtime")])
+def test_an_operation_that_races_is_told_by_name_in_whatever_step_it_comes(reduction, words):
+    """Sharded models on GPUs have no trial micro-batch: it comes in step 1."""
+    reporting = Reporting(Faulty(loss=uses_what_races))
+    reporting.worker._spec = replace(reporting.rig.spec, reduction=reduction)
+    torch.use_deterministic_algorithms(True)
+    try:
+        error, kind, message = reporting.said()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (type(error) is WrongInput, kind) == (reduction == "bitwise", "user_failed")
+    assert f"rows [12, 26, 25]: {words}" in message
+    assert "in uses_what_races" in message, "the user's own traceback"
+
+
 def test_a_worker_without_memory_for_the_state_is_a_loss_with_words():
     """And no user's error, which would end the run."""
     raised = 'raise OutOfMemory("out of memory while it copied the state")'

@@ -85,14 +85,17 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def check_deterministic(error: Exception) -> None:
-    """WrongInput if it is torch's of an operation that has no such kernel."""
+def refused(error: Exception, spec: WorkerSpec) -> Exception:
+    """The same; WrongInput for torch's of an operation without such a kernel, where bits count."""
+    if not isinstance(error, RuntimeError) or spec.reduction != "bitwise":
+        return error
     operation, _, rest = str(error).partition(" does not have a deterministic implementation")
-    if isinstance(error, RuntimeError) and rest:
-        raise WrongInput(
-            f"{operation} has no deterministic kernel on this device, and reduction='bitwise' asks "
-            "for equal bits: use another operation, or reduction='fast'"
-        ) from error
+    if not rest:
+        return error
+    return WrongInput(
+        f"{operation} has no deterministic kernel on this device, and reduction='bitwise' asks "
+        "for equal bits: use another operation, or reduction='fast'"
+    )
 
 
 def interface_of(host: str) -> str:
