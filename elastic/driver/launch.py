@@ -42,7 +42,11 @@ from elastic.store.remote import AWAY_PAUSES_S, patiently, shown_uri, unknown_ho
 from elastic.workload import Workload
 
 T = TypeVar("T")
-REPORTED_VERSIONS = ("torch", "ray", "pyarrow", "numpy")
+REPORTED = {
+    "elastic": "elastic-ray-trainer",
+    **{n: n for n in ("torch", "ray", "pyarrow", "numpy")},
+}
+"""By the name in config.json, the package whose version it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,9 +370,13 @@ def conclude(answer: dict[str, Any], place: str) -> Result:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions by package, for config.json."""
-    found = {"elastic": importlib.metadata.version("elastic-ray-trainer")}
-    return found | {name: importlib.metadata.version(name) for name in REPORTED_VERSIONS}
+    """Installed versions by package, for config.json; "unknown" of what runs from its sources."""
+    found = dict[str, str]()
+    for name, package in REPORTED.items():
+        found[name] = "unknown"
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(package)
+    return found
 
 
 def unpickled(content: bytes) -> BaseException | None:

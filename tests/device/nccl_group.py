@@ -18,6 +18,8 @@ from torch.distributed import DistBackendError
 from tests.device.device import SIM
 
 POLL_S = 0.002
+CONNECT_S = 60.0
+"""TORCH_NCCL_NONBLOCKING_TIMEOUT: how long a launch waits until the ranks are connected."""
 
 
 class Work:
@@ -54,6 +56,7 @@ class SimulatedNccl:
         self._connect, self._rank, self._size = connect, rank, size
         self._device = device
         self._is_aborted, self._has_formed = threading.Event(), threading.Event()
+        self._lock, self.connect_s = threading.Lock(), CONNECT_S
         self.communicator: Any = None
         self.before_launch: Callable[[str], None] = lambda name: None
         """Told in the thread that launches a collective; what it raises goes to the caller."""
@@ -87,7 +90,7 @@ class SimulatedNccl:
         self._has_formed.set()
 
     def begin_connect(self, device: torch.device) -> None:
-        """As with `config.blocking = 0`: in the background; `_is_initialized` tells."""
+        """As with `config.blocking = 0`: in the background. The first launch waits for it."""
         arguments = {"args": (device,), "daemon": True}
         self.connecting = threading.Thread(target=self._connect_quietly, **arguments)
         self.connecting.start()
@@ -98,8 +101,13 @@ class SimulatedNccl:
         except DistBackendError:
             return  # aborted: nobody asks any more
 
-    def _is_initialized(self) -> bool:
-        return self._has_formed.is_set()
+    def _wait_until_connected(self) -> None:
+        """As torch does: nothing ends that but its time limit, `abort` waits for it as well."""
+        with self._lock:
+            if self._is_aborted.is_set():
+                raise DistBackendError("the communicator was aborted")
+            if not self._has_formed.wait(self.connect_s):
+                raise DistBackendError("NCCL timeout: the ranks are not connected")
 
     def _ask(self, key: str) -> bytes:
         """Waits as long as nobody has set it: a store's own limit is none of NCCL's."""
@@ -181,6 +189,7 @@ class SimulatedNccl:
         inputs: Sequence[torch.Tensor],
         **options: Any,
     ) -> Work:
+        self._wait_until_connected()
         self.before_launch(kind.name)
         self.num_launches += 1
         event = self.communicator.launch(kind, list(outputs), list(inputs), **options)
@@ -189,9 +198,10 @@ class SimulatedNccl:
     # --- the end --------------------------------------------------------------------------
     def abort(self) -> None:
         """Whatever waits for a result finds garbage and no error; new collectives are refused."""
-        self._is_aborted.set()
-        if self.communicator is not None:
-            self.communicator.abort()
+        with self._lock:
+            self._is_aborted.set()
+            if self.communicator is not None:
+                self.communicator.abort()
 
     shutdown = abort
 

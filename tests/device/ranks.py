@@ -77,7 +77,7 @@ class Meeting:
         """A backend's `connect`."""
         nccl = self.nccl(spec.rank, spec.world_size, name, where)
         nccl.begin_connect(where)
-        return formed(nccl, spec)
+        return formed(nccl, where, spec)
 
 
 def control(where: torch.device, spec: GroupSpec) -> Group:

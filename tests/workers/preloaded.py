@@ -7,7 +7,10 @@ look at all of it, and copy its pages.
 import contextlib
 import gc
 import importlib
+import os
 
+# What asks whether there is a GPU asks its driver's library then, and CUDA works in the children.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 gc.disable()
 for name in (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.profiler._cupti_monitor", "pytest"),

@@ -74,13 +74,13 @@ def _run(world_size: int, folder: Path, body: Any) -> list[Any]:
     """Ranks that are processes; on devices, threads."""
     if where.HERE.type == "cpu":
         return run_gloo(world_size, folder, body)
-    return where.run_threads(world_size, body)
+    return where.run_exchanging(world_size, body)
 
 
 @on_both
 @pytest.mark.parametrize("bucket_bytes", [1, 700, None])
 def test_sums_equal_those_of_one_rank(bucket_bytes: int | None, tmp_path: Path) -> None:
-    expected = where.run_threads(1, lambda g: _sums(g))[0]
+    expected = where.run_exchanging(1, lambda g: _sums(g))[0]
     results = _run(2, tmp_path, lambda g: _sums(g, bucket_bytes))
     assert results[0] == results[1]
     assert _close(results[0], expected)
@@ -88,7 +88,7 @@ def test_sums_equal_those_of_one_rank(bucket_bytes: int | None, tmp_path: Path) 
 
 @on_both
 def test_three_ranks_and_a_parameter_that_one_rank_uses(tmp_path: Path) -> None:
-    expected = where.run_threads(1, lambda g: _sums(g))[0]
+    expected = where.run_exchanging(1, lambda g: _sums(g))[0]
     for result in _run(3, tmp_path, _sums):
         assert _close(result, expected)
 

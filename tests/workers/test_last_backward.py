@@ -105,9 +105,9 @@ def test_what_travels_during_the_backward_has_the_bits_of_one_rank(
     monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {where.HERE.type: 8})
     small = {where.HERE.type: shared}
     monkeypatch.setattr("workers.reduction.tree_reduction.SHARED_ELEMENTS", small)
-    alone = where.run_threads(1, lambda g: steps(g, num_microbatches))[0]
+    alone = where.run_exchanging(1, lambda g: steps(g, num_microbatches))[0]
     for world_size in range(2, min(num_microbatches, 4) + 1):
-        for of_rank in where.run_threads(world_size, lambda g: steps(g, num_microbatches)):
+        for of_rank in where.run_exchanging(world_size, lambda g: steps(g, num_microbatches)):
             assert of_rank == alone
 
 
@@ -116,7 +116,7 @@ def test_pieces_leave_before_the_backward_ends_and_their_gradients_are_freed(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {where.HERE.type: 8})
-    for of_rank in where.run_threads(world_size, on_the_way):
+    for of_rank in where.run_exchanging(world_size, on_the_way):
         assert all(launched > 0 and are_free for launched, are_free in of_rank[1:]), of_rank
 
 
@@ -170,8 +170,8 @@ def test_a_parameter_with_two_gradients_in_a_backward_is_summed_after_it(monkeyp
             done.append(summed(reducer.finish()))
         return done
 
-    (one,) = where.run_threads(1, body)
-    assert where.run_threads(2, body) == [one] * 2
+    (one,) = where.run_exchanging(1, body)
+    assert where.run_exchanging(2, body) == [one] * 2
 
 
 def test_what_a_gradient_raises_on_its_way_is_raised_where_the_step_is_finished() -> None:
@@ -188,4 +188,4 @@ def test_what_a_gradient_raises_on_its_way_is_raised_where_the_step_is_finished(
         return "refused"
 
     with where.on_cpu():  # the simulated device has no sparse tensors
-        assert where.run_threads(2, body) == ["refused"] * 2
+        assert where.run_exchanging(2, body) == ["refused"] * 2

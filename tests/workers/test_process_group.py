@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from elastic.protocol.errors import PeerLost
 from workers.distributed.nccl import NcclGroup, formed
 from workers.distributed.process_group import GroupSpec
+
+CPU = torch.device("cpu")
 
 
 class Works:
@@ -20,7 +23,7 @@ class Works:
         self.num_ended = 0
         self.num_launched = 0
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> "Work":
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
         self.num_launched += 1
         return Work(self, self.num_launched)
 
@@ -87,27 +90,53 @@ def test_an_abort_that_hangs_is_told_of_in_time() -> None:
 
 
 class InTime(Works):
-    """Its members are here by and by."""
+    """Its members are here by and by: a launch waits for them, and an abort for the launch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_aborted, self.num_looks = False, 0
+        self.is_connected, self.is_aborted = threading.Event(), threading.Event()
 
-    def _is_initialized(self) -> bool:
-        self.num_looks += 1
-        return self.num_looks > 3
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        if not self.is_connected.wait(60.0):
+            raise RuntimeError("NCCL timeout")
+        return SimpleNamespace(synchronize=lambda: None)
 
     def abort(self) -> None:
-        self.is_aborted = True
+        self.is_connected.wait(60.0)
+        self.is_aborted.set()
 
 
-def test_a_group_is_formed_once_its_communicator_is_there_unless_it_is_given_up() -> None:
-    given_up = threading.Event()
-    spec = GroupSpec(cast(Any, None), "r/1", 1, 2, 7.0, 60.0, given_up)
-    group = formed(backend := InTime(), spec)
+def spec_of(given_up: threading.Event) -> GroupSpec:
+    return GroupSpec(cast(Any, None), "r/1", 1, 2, 7.0, 60.0, given_up)
+
+
+def test_a_group_is_formed_once_its_communicator_has_connected() -> None:
+    backend = InTime()
+    threading.Timer(0.1, backend.is_connected.set).start()
+    group = formed(backend, CPU, spec_of(threading.Event()))
+    assert backend.is_connected.is_set()
     assert (group.rank(), group.name_of_group, group.abort_s) == (1, "r/1", 7.0)
-    assert not backend.is_aborted
-    given_up.set()
-    with pytest.raises(PeerLost):
-        formed(backend := InTime(), spec)
-    assert backend.is_aborted
+    assert not backend.is_aborted.is_set()
+
+
+def test_who_gives_up_forming_does_not_wait_and_the_communicator_is_aborted_later() -> None:
+    backend, given_up = InTime(), threading.Event()
+    threading.Timer(0.1, given_up.set).start()
+    with pytest.raises(PeerLost, match="given up"):
+        formed(backend, CPU, spec_of(given_up))
+    assert not backend.is_aborted.is_set()
+    backend.is_connected.set()
+    assert backend.is_aborted.wait(60.0)
+
+
+def test_a_communicator_that_cannot_connect_is_aborted_and_its_error_is_told() -> None:
+    backend = InTime()
+    backend.allreduce = cast(Any, refuse)
+    backend.is_connected.set()
+    with pytest.raises(RuntimeError, match="remote process exited"):
+        formed(backend, CPU, spec_of(threading.Event()))
+    assert backend.is_aborted.is_set()
+
+
+def refuse(*_: Any) -> None:
+    raise RuntimeError("remote process exited")

@@ -88,6 +88,13 @@ def run_threads(world_size: int, body: Callable[[Any], Any]) -> list[Any]:
     return ranks.all_good(results)
 
 
+def run_exchanging(world_size: int, body: Callable[[Any], Any]) -> list[Any]:
+    """As `run_threads`, of bodies whose backwards exchange: autograd has one thread for each GPU,
+    and the first rank's backward would wait in it for ever."""
+    of_rank(world_size - 1)
+    return run_threads(world_size, body)
+
+
 def leave() -> None:
     """Back to the CPU. AssertionError if a rule of the device was broken: a race, a touch by the
     host, ranks that have launched different collectives."""
@@ -149,4 +156,4 @@ def _data(parts: str, spec: GroupSpec) -> Group:
     torch.sim.set_device(HERE)
     nccl = SimulatedNccl(connect, spec.rank, spec.world_size, device=HERE)
     nccl.begin_connect(HERE)
-    return formed(nccl, spec)
+    return formed(nccl, HERE, spec)

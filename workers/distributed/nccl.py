@@ -17,11 +17,11 @@ from elastic.protocol.errors import PeerLost
 from workers.distributed.group_spec import GroupSpec
 from workers.distributed.pending import Pending, Waitable, What, failure_of
 from workers.distributed.process_group import Group
-from workers.torch_private.c10d import is_connected, nccl_options
+from workers.torch_private.c10d import nccl_options
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.002
-"""Between two looks at whether a communicator is there."""
+"""Between two looks at whether a group that forms has been given up."""
 FREE_BYTES = 1 << 30
 """Outside torch's cache, for NCCL's buffers."""
 STAGGER_S = 2.0
@@ -79,10 +79,7 @@ class NcclGroup(Group):
         threading.Thread(target=self._watch, name="nccl-abort-watch", daemon=True).start()
 
     def _abort(self) -> None:
-        try:
-            self.backend.abort()
-        except RuntimeError as error:
-            log.warning('group="%s" could not be aborted: %s', self.name_of_group, error)
+        abort(self.backend, self.name_of_group)
 
     def _watch(self) -> None:
         assert self._aborting is not None
@@ -107,18 +104,45 @@ def connect(device: torch.device, spec: GroupSpec) -> NcclGroup:
     store = PrefixStore(spec.name, spec.store)
     backend = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)
     backend.eager_connect_single_device(device)
-    return formed(backend, spec)
+    return formed(backend, device, spec)
 
 
-def formed(backend: Any, spec: GroupSpec) -> NcclGroup:
+def formed(backend: Any, device: torch.device, spec: GroupSpec) -> NcclGroup:
     """The group over a backend that has begun to connect. Raises PeerLost."""
-    try:
-        while not is_connected(backend):
-            if spec.given_up.wait(LOOK_S):
-                raise PeerLost("the generation was given up while it formed")
-    except RuntimeError:
-        backend.abort()
-        raise
+    connecting = _Connecting(backend, device, spec.given_up)
+    while not connecting.is_over.wait(LOOK_S) and not spec.given_up.is_set():
+        pass
+    if spec.given_up.is_set():
+        raise PeerLost("the generation was given up while it formed")
+    if connecting.error is not None:
+        raise connecting.error
     group = NcclGroup(backend, spec.rank, spec.world_size, spec.name, spec.store)
     group.abort_s = spec.join_timeout_s
     return group
+
+
+class _Connecting:
+    """Until NCCL has connected. Only a launch waits for that in torch, which holds the communicator
+    meanwhile: an abort would wait as long. So it is this thread's, too."""
+
+    def __init__(self, backend: Any, device: torch.device, given_up: threading.Event) -> None:
+        self.is_over = threading.Event()
+        self.error: RuntimeError | None = None
+        self._backend, self._device, self._given_up = backend, device, given_up
+        threading.Thread(target=self._run, name="nccl-connect", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._backend.allreduce([torch.zeros(1, device=self._device)]).synchronize()
+        except RuntimeError as error:  # of NCCL: also that it took longer than it may
+            self.error = error
+        if self.error is not None or self._given_up.is_set():
+            abort(self._backend, "that was to form")
+        self.is_over.set()
+
+
+def abort(backend: Any, name: str) -> None:
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        log.warning('group="%s" could not be aborted: %s', name, error)

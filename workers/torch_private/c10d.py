@@ -34,11 +34,6 @@ def nccl_options(timeout_s: float) -> Any:
     return options
 
 
-def is_connected(backend: Any) -> bool:
-    """NCCL's communicator is there."""
-    return backend._is_initialized()
-
-
 def all_gather_flat(backend: Any, output: Tensor, tensor: Tensor, *options: Any) -> Any:
     """`output` becomes the ranks' tensors in a row."""
     return backend._allgather_base(output, tensor, *options)
