@@ -281,6 +281,11 @@ def test_all_kinds_offer_the_same_worker_with_a_gpu_and_without(kind, tmp_path):
         (["gcp", "--machine", "n1-standard-8", "--cpus", "8"], "--machine 'n1-standard-8': say "),
         (["gcp", "--gpus", "2"], "g2-standard-8 has 8 CPUs and 1 GPU, fewer than you ask for"),
         (["aws", "--cpus", "16"], "g5.2xlarge has 8 CPUs and 1 GPU, fewer than you ask for"),
+        (["aws", "--cpus", "16", "--gpus", "0"], "m5.2xlarge has 8 CPUs and 0 GPUs, fewer than"),
+        (
+            ["gcp", "--machine", "c3-standard-8", "--cpus", "8", "--gpus", "1"],
+            "c3-standard-8 has 8 CPUs and 0 GPUs, fewer than you ask for",
+        ),
         (["ibm"], "'ibm' is no kind of cluster: choose from aws, gcp, azure, kuberay"),
         (["aws", "--workers", "3..2"], "--workers '3..2': give MIN..MAX"),
         (["aws", "--workers", "x"], "--workers 'x': give a number or MIN..MAX"),

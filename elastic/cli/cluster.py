@@ -45,6 +45,13 @@ class Usual:
     has_none_of: dict[str, str] = field(default_factory=dict[str, str])
     """Answers that its file has no place for, and why."""
 
+    def machine_for(self, num_gpus: int) -> str:
+        return self.machine if num_gpus else self.machine_without_gpus
+
+    def gpus_of(self, machine: str) -> int | None:
+        """None for a machine that nobody here knows, and where there are none to choose from."""
+        return {self.machine: GPUS, self.machine_without_gpus: 0}.get(machine) if machine else None
+
 
 KINDS = {
     "aws": Usual(
@@ -156,7 +163,7 @@ def init(
         "name": name,
         "low": str(low),
         "high": str(high),
-        "machine": machine or (usual.machine if sizes.gpus else usual.machine_without_gpus),
+        "machine": machine or usual.machine_for(sizes.gpus),
         "cpus": str(sizes.cpus),
         "region": region or usual.region,
         "zone": zone or (usual.zone if region is None else zone_in(kind, region)),
@@ -190,10 +197,11 @@ def sizes_of(usual: Usual, machine: str | None, cpus: int | None, gpus: int | No
             "for what no machine brings"
         )
     sizes = Sizes(cpus or CPUS, GPUS if gpus is None else gpus)
-    is_usual = usual.machine and machine in (None, usual.machine)
-    if is_usual and (sizes.cpus > CPUS or sizes.gpus > GPUS):
+    usually = machine or usual.machine_for(sizes.gpus)
+    has = usual.gpus_of(usually)
+    if has is not None and (sizes.cpus > CPUS or sizes.gpus > has):
         raise WrongInput(
-            f"{usual.machine} has {CPUS} CPUs and {counted(GPUS, 'GPU')}, fewer than you ask for: "
+            f"{usually} has {CPUS} CPUs and {counted(has, 'GPU')}, fewer than you ask for: "
             "name another --machine that has them"
         )
     return sizes

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -267,7 +267,7 @@ class RayDriver:
         try:
             return ray.get(self._run, timeout=10)
         except RayError as error:
-            self._end_leftovers()
+            end_leftovers(self._run_id)
             lines = (str(error).strip() or type(error).__name__).splitlines()
             line = lines[-1] if isinstance(error, RayTaskError) else lines[0]
             raise ControllerLost(
@@ -306,16 +306,8 @@ class RayDriver:
     def abandon(self) -> NoReturn:
         """The controller does not answer: end the run without it."""
         ray.kill(self._controller, no_restart=True)
-        self._end_leftovers()
+        end_leftovers(self._run_id)
         raise ControllerLost("the run's controller did not answer; all its processes were ended")
-
-    def _end_leftovers(self) -> None:
-        """After the controller's death: end the run's other actors by their names."""
-        named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
-        for entry in named:
-            if entry["name"].startswith(f"{self._run_id}-"):
-                actor = ray.get_actor(entry["name"], namespace=entry["namespace"])
-                ray.kill(actor, no_restart=True)
 
     def close(self) -> None:
         """Leave Ray. The controller of a detached run stays; it ends itself after the run."""
@@ -326,6 +318,16 @@ class RayDriver:
         if not self._was_connected:
             ray.shutdown()
         self._at_close.close()
+
+
+def end_leftovers(run_id: str) -> None:
+    """After the controller's death: end the run's other actors by their names."""
+    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    for entry in named:
+        if entry["name"].startswith(f"{run_id}-"):
+            with suppress(ValueError):  # it has just died
+                actor = ray.get_actor(entry["name"], namespace=entry["namespace"])
+                ray.kill(actor, no_restart=True)
 
 
 def pickled(workload: Any, loop: Any) -> bytes:
