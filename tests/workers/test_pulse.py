@@ -5,9 +5,11 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from mmap import mmap
+from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import pytest
@@ -115,6 +117,37 @@ def test_a_worker_that_a_signal_ends_is_dead_at_once():
         assert wire.receive(connection)[0]["process_state"] == KILLED
         assert connection.recv(1) == b""  # and its pulse ends with it
     worker.join()
+
+
+def leave_pulse(listener: socket.socket, told: Connection) -> None:
+    """As a worker that is killed while its pulse is only being started."""
+    with beating(listener) as child:
+        child.send_signal(signal.SIGSTOP)
+        told.send(child.pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_pulse_whose_worker_is_gone_before_it_has_begun_beats_for_nobody_else():
+    fork = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        told, tells = fork.Pipe(duplex=False)
+        worker = fork.Process(target=leave_pulse, args=(listener, tells))
+        worker.start()
+        pid = told.recv()
+        worker.join()
+        os.kill(pid, signal.SIGCONT)
+        deadline = time.monotonic() + 120
+        while is_alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.01)  # polling, bounded by the deadline
+        assert not is_alive(pid)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return pulse.state_of(pid) not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 BEAT = Heartbeat(3, 1, 1, "compute", 0.1, None, False, "R")

@@ -72,7 +72,7 @@ def start(
     worker that is frozen cannot tell of another one.
     """
     fds = (vitals, *armed)
-    arguments = (*fds, worker, *controller, interval_s, silence_s, lease_s)
+    arguments = (*fds, os.getpid(), worker, *controller, interval_s, silence_s, lease_s)
     child = subprocess.Popen(
         [sys.executable, "-S", __file__, *map(str, arguments)],
         pass_fds=fds,
@@ -211,6 +211,7 @@ class Line:
 def beat(
     vitals: int,
     armed: Armed,
+    parent: int,
     worker: int,
     controller: tuple[str, int],
     token: str,
@@ -219,7 +220,8 @@ def beat(
     silence_s: float,
     lease_s: float,
 ) -> None:
-    parent = os.getppid()
+    """parent: the worker's process, which may have gone by now. FileNotFoundError and
+    ProcessLookupError then."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     observed = Observed(worker, parent, vitals, interval_s)
     line = Line(controller, Hello(token, worker, "pulse"), interval_s, silence_s)
@@ -238,14 +240,15 @@ def answer(question: Question, parent: int, armed: Armed) -> Stacks | Reached:
 
 
 if __name__ == "__main__":
-    files, (worker, host, port, interval_s, silence_s, lease_s) = sys.argv[1:4], sys.argv[4:]
-    vitals, dump, bell = map(int, files)
+    numbers, (host, port, interval_s, silence_s, lease_s) = sys.argv[1:6], sys.argv[6:]
+    vitals, dump, bell, parent, worker = map(int, numbers)
     secret = sys.stdin.read()
     with suppress(FileNotFoundError, ProcessLookupError):  # the worker has gone
         beat(
             vitals,
             Armed(dump, bell),
-            int(worker),
+            parent,
+            worker,
             (host, int(port)),
             secret,
             interval_s=float(interval_s),
