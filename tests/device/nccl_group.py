@@ -28,21 +28,21 @@ class Work:
     def __init__(self, group: "SimulatedNccl", event: Any, tensors: Sequence[torch.Tensor]) -> None:
         self._group, self._event, self._tensors = group, event, tuple(tensors)
 
-    def wait(self, timeout: Any = None) -> bool:
+    def block_current_stream(self) -> None:
         """Orders the current stream behind the collective. The host does not wait."""
         self._event.make_current_stream_wait()
         self._tensors = ()
+
+    def wait(self, timeout: Any = None) -> bool:
+        """The same here, where torch's blocks the host. Raises what NCCL has noticed."""
+        if text := self._group.communicator.error():
+            raise DistBackendError(text)
+        self.block_current_stream()
         return True
 
-    synchronize = block_current_stream = wait
-
     def is_completed(self) -> bool:
-        return self._event.is_done()
-
-    def exception(self) -> Exception | None:
-        """NCCL's own notice that a peer is gone."""
-        text = self._group.communicator.error()
-        return DistBackendError(text) if text else None
+        """Also if NCCL has noticed that a peer is gone."""
+        return bool(self._group.communicator.error()) or self._event.is_done()
 
 
 class SimulatedNccl:

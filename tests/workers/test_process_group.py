@@ -13,6 +13,7 @@ from workers.distributed.nccl import NcclGroup, formed
 from workers.distributed.process_group import GroupSpec
 
 CPU = torch.device("cpu")
+ONE = torch.zeros(1)
 
 
 class Works:
@@ -22,6 +23,7 @@ class Works:
         self.num_asked = 0
         self.num_ended = 0
         self.num_launched = 0
+        self.failed: int | None = None
 
     def allreduce(self, tensors: list[torch.Tensor]) -> Any:
         self.num_launched += 1
@@ -39,6 +41,11 @@ class Work:
         self._backend.num_asked += 1
         return self._number <= self._backend.num_ended
 
+    def wait(self) -> None:
+        assert self._number <= self._backend.num_ended, "it would block the host"
+        if self._number == self._backend.failed:
+            raise RuntimeError("ncclRemoteError")
+
 
 def test_a_launch_asks_for_the_oldest_operation_in_flight_only() -> None:
     backend = Works()
@@ -52,6 +59,17 @@ def test_a_launch_asks_for_the_oldest_operation_in_flight_only() -> None:
     assert not group.is_settled
     backend.num_ended = 101
     assert group.is_settled
+
+
+@pytest.mark.parametrize("asks", [NcclGroup.device_waits_in, lambda g: g.all_reduce(ONE)])
+def test_a_peer_whose_loss_nccl_notices_first_is_lost(asks: Any) -> None:
+    backend = Works()
+    group = NcclGroup(cast(Any, backend), 0, 2)
+    for _ in range(3):
+        group.all_reduce(ONE)
+    backend.num_ended, backend.failed = 3, 2
+    with pytest.raises(PeerLost, match="ncclRemoteError"):
+        asks(group)
 
 
 class SlowAbort(Works):
@@ -99,7 +117,7 @@ class InTime(Works):
     def allreduce(self, tensors: list[torch.Tensor]) -> Any:
         if not self.is_connected.wait(60.0):
             raise RuntimeError("NCCL timeout")
-        return SimpleNamespace(synchronize=lambda: None)
+        return SimpleNamespace(block_current_stream=lambda: None)
 
     def abort(self) -> None:
         self.is_connected.wait(60.0)

@@ -40,7 +40,7 @@ class NcclGroup(Group):
     def finish(self, pending: Pending) -> None:
         self.check()
         try:
-            cast(Any, pending.work).synchronize()  # `wait` would block the host
+            cast(Any, pending.work).block_current_stream()  # `wait` would block the host
         except RuntimeError as error:
             raise failure_of(error) from error
         self.check()
@@ -53,19 +53,23 @@ class NcclGroup(Group):
         return pending
 
     def device_waits_in(self) -> What | None:
-        """See Group. NCCL's own notice may be the first one of a lost peer."""
         self.check()
-        while self._pending:
+        self._end_settled()
+        if self._pending:
             oldest = self._pending[0]
-            is_done, error = oldest.is_settled, cast(Any, oldest.work).exception()
-            if error is not None:
-                raise PeerLost(str(error))
-            if not is_done:
-                has_begun = oldest.begins is not None and oldest.begins.query()
-                return oldest.what if has_begun else None
-            self._pending.popleft()
+            has_begun = oldest.begins is not None and oldest.begins.query()
+            return oldest.what if has_begun else None
         found = (p.device_waits_in() for p in self._parts if isinstance(p, NcclGroup))
         return next(filter(None, found), None)
+
+    def _end_settled(self) -> None:
+        """Raises PeerLost if NCCL has given one up: that may be the first notice of a lost peer."""
+        while self._pending and self._pending[0].is_settled:
+            try:
+                self._pending[0].work.wait()  # it does not block what is over
+            except RuntimeError as error:
+                raise PeerLost(str(error)) from error
+            self._pending.popleft()
 
     def abandon(self) -> None:
         """The abort waits for the device. It has a thread of its own, as have those of the parts:
@@ -133,7 +137,7 @@ class _Connecting:
 
     def _run(self) -> None:
         try:
-            self._backend.allreduce([torch.zeros(1, device=self._device)]).synchronize()
+            self._backend.allreduce([torch.zeros(1, device=self._device)]).block_current_stream()
         except RuntimeError as error:  # of NCCL: also that it took longer than it may
             self.error = error
         if self.error is not None or self._given_up.is_set():

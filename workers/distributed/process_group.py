@@ -243,11 +243,15 @@ class Group(C10dGroup):
     def _in_flight(
         self, work: Waitable, what: What, unpack: Callable[[], None] | None = None
     ) -> Pending:
-        while self._pending and self._pending[0].is_settled:  # the oldest settle first, mostly
-            self._pending.popleft()
+        self._end_settled()
         pending = Pending(self, work, unpack, what)
         self._pending.append(pending)
         return pending
+
+    def _end_settled(self) -> None:
+        """Of what is in flight, all that is over; the oldest settle first, mostly."""
+        while self._pending and self._pending[0].is_settled:
+            self._pending.popleft()
 
     def _exchange(self, what: tuple[str, int, int], launch: Callable[[], dist.Work]) -> Settling:
         """Between two ranks. Not counted among the collectives, which all ranks make alike."""
