@@ -42,7 +42,7 @@ def wait(driver: Any, onlooker: "Onlooker", detach: bool) -> dict[str, Any] | No
                     name = signal.Signals(interrupts[0]).name
                     (driver.stop if told == 1 else driver.end_now)(f"{name} at the driver")
                     if told == 1:
-                        onlooker.hear_interrupt(name)
+                        onlooker.hear_interrupt(name, driver)
                     else:
                         end_by = min(end_by, time.monotonic() + END_NOW_S)
                 if time.monotonic() > end_by:
@@ -123,11 +123,14 @@ class Onlooker:
         if self._display is not None:
             self._display.begin(driver.place)
 
-    def hear_interrupt(self, name: str) -> None:
+    def hear_interrupt(self, name: str, driver: Any) -> None:
         """The first one: a long step, or a script that reports nothing, ends much later."""
-        when = "with the checkpoint of this step"
-        if self._is_script:
+        if not driver.has_begun:
+            when = "before it has begun"
+        elif self._is_script:
             when = "at the script's next report with a checkpoint, or when it returns"
+        else:
+            when = "with the checkpoint of this step"
         tell(f"{name}: the run stops {when}; a second one ends it at once")
 
     def end(self) -> None:

@@ -166,8 +166,8 @@ def test_a_step_of_the_start_is_told_if_it_takes_long_where_somebody_waits(
 class Interrupted:
     """A driver that gets a signal at each look, and whose run ends after the last one."""
 
-    def __init__(self, signals: Sequence[signal.Signals]) -> None:
-        self.place, self.has_begun, self.waits_for, self.starts = "runs/r", True, "", ""
+    def __init__(self, signals: Sequence[signal.Signals], *, has_begun: bool = True) -> None:
+        self.place, self.has_begun, self.waits_for, self.starts = "runs/r", has_begun, "", ""
         self._signals, self.wishes = list(signals), list[str]()
 
     def poll(self, timeout_s: float) -> dict[str, Any] | None:
@@ -186,9 +186,14 @@ class Interrupted:
         self.wishes.append("abandon")
 
 
-@pytest.mark.parametrize(("is_script", "when"), [(False, "of this step"), (True, "next report")])
-def test_the_first_interrupt_is_told_at_once_and_what_a_second_one_does(capsys, is_script, when):
-    driver = Interrupted((signal.SIGTERM, signal.SIGINT))
+@pytest.mark.parametrize(
+    ("is_script", "has_begun", "when"),
+    [(False, True, "of this step"), (True, True, "next report"), (True, False, "it has begun")],
+)
+def test_the_first_interrupt_is_told_at_once_and_what_a_second_one_does(
+    capsys, is_script, has_begun, when
+):
+    driver = Interrupted((signal.SIGTERM, signal.SIGINT), has_begun=has_begun)
     assert wait(driver, Onlooker(is_script=is_script, is_silent=True), detach=False) == ANSWER
     assert driver.wishes == ["stop: SIGTERM at the driver", "end: SIGTERM at the driver"]
     (line,) = capsys.readouterr().err.splitlines()
