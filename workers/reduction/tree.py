@@ -9,7 +9,7 @@ are in fast.py.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from elastic.protocol.errors import WrongInput
 from workers.tensors.strides import dense_strides, plain_strides
 from workers.torch_private.tensors import add_all_, copy_all_
 
+Sum = TypeVar("Sum")
 Flats = list[Tensor]  # one flat buffer per part of a FlatLayout
 
 
@@ -321,42 +322,37 @@ class Arriving:
 class CarryStack:
     """Folds leaves, each a few tensors, in id order; a missing id counts as zeros."""
 
-    def __init__(self, num_microbatches: int) -> None:
-        self._num_microbatches = num_microbatches
+    def __init__(self, num_microbatches: int, *, owns_leaves: bool = False) -> None:
+        """owns_leaves: nobody else may have them, and sums take their memory. Otherwise no leaf is
+        kept."""
+        self._num_microbatches, self._owns_leaves = num_microbatches, owns_leaves
         self.begin()
 
     def begin(self) -> None:
         self._stack: list[tuple[Block, list[Tensor]]] = []
-        self._next_id = 0
+        self.next_id = 0
 
     @torch.no_grad()
     def push(self, microbatch_id: int, leaf: Sequence[Tensor]) -> None:
-        """The leaf is not kept."""
-        while self._next_id < microbatch_id:
-            self._push(Block(0, self._next_id), [torch.zeros_like(t) for t in leaf])
-            self._next_id += 1
-        self._push(Block(0, microbatch_id), leaf)
-        self._next_id += 1
+        while self.next_id < microbatch_id:
+            self._push([torch.zeros_like(t) for t in leaf])
+        self._push(leaf)
 
     def root(self) -> list[Tensor] | None:
         """The sum over all ids, which the caller owns now; None if nothing was pushed."""
         if not self._stack:
             return None
-        if self._next_id < self._num_microbatches:
+        if self.next_id < self._num_microbatches:
             zeros = [torch.zeros_like(t) for t in self._stack[0][1]]
             self.push(self._num_microbatches - 1, zeros)
-        while len(self._stack) > 1:  # only absent leaves follow the last block
-            block, tensors = self._stack.pop()
-            self._push(block.parent, tensors)
-        return self._stack.pop()[1]
+        return _close(self._stack, _add_up)
 
-    def _push(self, block: Block, tensors: Sequence[Tensor]) -> None:
-        is_new = True
-        while self._stack and self._stack[-1][0].is_left_sibling_of(block):
-            left, totals = self._stack.pop()
-            add_all_(totals, list(tensors))
-            block, tensors, is_new = left.parent, totals, False
-        self._stack.append((block, [t.clone() for t in tensors] if is_new else list(tensors)))
+    def _push(self, leaf: Sequence[Tensor]) -> None:
+        block = Block(0, self.next_id)
+        self.next_id += 1
+        is_added = bool(self._stack) and self._stack[-1][0].is_left_sibling_of(block)
+        is_copied = not is_added and not self._owns_leaves
+        _carry(self._stack, block, [t.clone() if is_copied else t for t in leaf], _add_up)
 
 
 class OwningFold:
@@ -367,55 +363,60 @@ class OwningFold:
     def __init__(self, like: Mapping[str, Tensor], num_microbatches: int) -> None:
         """like: of each leaf a tensor of its shape, type and device."""
         self._like, self._num_microbatches = dict(like), num_microbatches
-        self.begin()
+        self._stack = CarryStack(num_microbatches, owns_leaves=True)
 
     def begin(self) -> None:
         """Before the first micro-batch of every attempt at a step."""
-        self._stack: list[tuple[Block, list[Tensor]]] = []
-        self._next_id = 0
+        self._stack.begin()
 
     @torch.no_grad()
     def add(self, microbatch_id: int, leaves: Sequence[Tensor | None]) -> None:
         """leaves: nobody else may have them; one that is None counts as zero. WrongInput for a
         sparse one."""
-        assert microbatch_id == self._next_id, f"expected id {self._next_id}, not {microbatch_id}"
-        self._next_id += 1
+        expected = self._stack.next_id
+        assert microbatch_id == expected, f"expected id {expected}, not {microbatch_id}"
         pairs = zip(leaves, self._like.items(), strict=True)
-        self._push(Block(0, microbatch_id), [_owned(name, leaf, t) for leaf, (name, t) in pairs])
+        self._stack.push(microbatch_id, [_owned(name, leaf, t) for leaf, (name, t) in pairs])
 
     @torch.no_grad()
     def release_root(self) -> list[Tensor]:
         """The sum over all ids, by leaf; the caller owns it now."""
-        assert self._next_id == self._num_microbatches, f"ids from {self._next_id} on are missing"
-        while len(self._stack) > 1:  # only absent leaves follow the last block
-            block, totals = self._stack.pop()
-            self._push(block.parent, totals)
-        return self._stack.pop()[1]
-
-    def _push(self, block: Block, totals: list[Tensor]) -> None:
-        while self._stack and self._stack[-1][0].is_left_sibling_of(block):
-            left, sums = self._stack.pop()
-            add_all_(sums, totals)
-            block, totals = left.parent, sums
-        self._stack.append((block, totals))
+        next_id = self._stack.next_id
+        assert next_id == self._num_microbatches, f"ids from {next_id} on are missing"
+        root = self._stack.root()
+        assert root is not None
+        return root
 
 
 def fold_blocks(slices: Iterable[tuple[Block, Tensor]]) -> Tensor:
     """The root from blocks that tile the tree, in id order; adds in place."""
     stack: list[tuple[Block, Tensor]] = []
-
-    def push(block: Block, tensor: Tensor) -> None:
-        while stack and stack[-1][0].is_left_sibling_of(block):
-            left, total = stack.pop()
-            block, tensor = left.parent, total.add_(tensor)
-        stack.append((block, tensor))
-
     for block, tensor in slices:
-        push(block, tensor)
-    while len(stack) > 1:  # only absent leaves follow the last block: it stands for its parent
-        block, tensor = stack.pop()
-        push(block.parent, tensor)
-    return stack[0][1]
+        _carry(stack, block, tensor, Tensor.add_)
+    return _close(stack, Tensor.add_)
+
+
+def _carry(
+    stack: list[tuple[Block, Sum]], block: Block, value: Sum, add: Callable[[Sum, Sum], Sum]
+) -> None:
+    """Put a node behind those to its left; two that are siblings become their parent."""
+    while stack and stack[-1][0].is_left_sibling_of(block):
+        left, total = stack.pop()
+        block, value = left.parent, add(total, value)
+    stack.append((block, value))
+
+
+def _close(stack: list[tuple[Block, Sum]], add: Callable[[Sum, Sum], Sum]) -> Sum:
+    """The root, where only absent leaves follow the last node: it stands for its parent."""
+    while len(stack) > 1:
+        block, value = stack.pop()
+        _carry(stack, block.parent, value, add)
+    return stack.pop()[1]
+
+
+def _add_up(totals: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    add_all_(totals, tensors)
+    return totals
 
 
 def fold_scalars(values: ArrayLike) -> float:
