@@ -24,6 +24,7 @@ from workers.parallel.pipeline.remembered import Looks
 from workers.parallel.pipeline.stage import StageModel
 from workers.reduction.reducers import Reduced
 from workers.step.precision import Casting, cast_inputs
+from workers.step.randomness import seed_microbatch
 from workers.train_state.blocks import blocks_of
 from workers.train_state.train_state import TrackedBuffers
 
@@ -127,7 +128,7 @@ class Trained:
 
     def _pass(self, passes: StagePasses, i: int, num_left: int) -> float:
         self.buffers.begin_microbatch()
-        torch.manual_seed(7 + i)
+        seed_microbatch(7, 0, i)
         passes.before_forward(i)
         returned = self.case.loss(self.model, self.batches[i])
         loss = passes.loss_of(returned)
@@ -163,7 +164,7 @@ def plain(case: Case, num_steps: int) -> Trained:
         trained.buffers.begin_step()
         for i in range(count):
             trained.buffers.begin_microbatch()
-            torch.manual_seed(7 + i)
+            seed_microbatch(7, 0, i)
             returned = case.loss(trained.model, trained.batches[i])
             total = returned[0] if isinstance(returned, tuple) else returned
             reducer.before_backward(i == count - 1)

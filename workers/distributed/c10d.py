@@ -48,7 +48,7 @@ class C10dGroup(dist.ProcessGroup):
     def _launch(self, what: tuple[str, int], launch: Callable[[], Any]) -> Settling:
         """A collective. what: its name, and its elements (0 where ranks may differ)."""
 
-    def _waitable(self, work: Any) -> Waitable:
+    def _waitable(self, work: Any, name: str = "") -> Waitable:
         """What has no future of its own, as something that may be given up."""
         return work
 

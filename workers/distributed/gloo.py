@@ -28,6 +28,10 @@ but the collective: an abandonment may be noticed so much later."""
 os.register_at_fork(after_in_child=gc.freeze)
 
 
+_without_future: set[str] = set()
+"""Operations between two ranks for which gloo has none; asking it takes as long as a small send."""
+
+
 class GlooGroup(Group):
     """A wait ends when gloo says so, or at once when the group is abandoned."""
 
@@ -57,12 +61,16 @@ class GlooGroup(Group):
         """It connects and sends in threads of its own: what a launch raises is of the call."""
         return CollectiveRefused(str(error))
 
-    def _waitable(self, work: Any) -> Waitable:
-        try:
-            work.get_future()
-        except RuntimeError:
-            return _Awaited(work)
-        return work
+    def _waitable(self, work: Any, name: str = "") -> Waitable:
+        if name not in _without_future:
+            try:
+                work.get_future()
+            except RuntimeError:
+                if name:
+                    _without_future.add(name)
+            else:
+                return work
+        return _Awaited(work)
 
 
 class _Awaited:

@@ -258,7 +258,7 @@ class Group(C10dGroup):
         self.check()
         name, size, peer = what
         try:
-            work = self._waitable(launch())
+            work = self._waitable(launch(), name)
         except RuntimeError as error:
             raise failure_of(error) from error
         self._num_launched["two"] += 1

@@ -221,8 +221,8 @@ class DefaultGroup(C10dGroup):
             self.course.refuse(SENDS.why)
         return self._told(lambda: self.inner._exchange(what, launch))
 
-    def _waitable(self, work: Any) -> Any:
-        return self.inner._waitable(work)
+    def _waitable(self, work: Any, name: str = "") -> Any:
+        return self.inner._waitable(work, name)
 
     def _told(self, launch: Callable[[], Settling]) -> Settling:
         try:
