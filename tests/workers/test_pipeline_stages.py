@@ -6,11 +6,13 @@ test_stages_on_device.py, test_staged_strategy.py and test_device_hash.py.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from elastic.protocol.schedule import INTERLEAVED, ZERO_BUBBLE
 from tests.workers import where
@@ -19,6 +21,7 @@ from tests.workers.pipeline_ranks import Trained, groups_in, plain
 from tests.workers.ranks import Ranks, run_ranks
 from workers.distributed.process_group import Alone
 from workers.parallel.pipeline.chain import find_chain
+from workers.parallel.pipeline.reducer import PipelineReducer
 from workers.parallel.pipeline.stage import StageModel
 from workers.train_state.digest import weights_sha256
 
@@ -92,6 +95,51 @@ def check(results: list[dict[str, str]], num_cases: int) -> None:
         if sha256 != hash_of_plain(key.partition("/")[0])
     ]
     assert wrong == []
+
+
+class Twice(nn.Module):
+    """Its layer is used in two pieces, each with a backward of its own: two additions to a
+    gradient, between which nothing else may be added."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self.use_reentrant = nn.Linear(WIDTH, WIDTH), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.linear, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_backward_adds_to_the_sum_before_it_where_that_is_the_trees_addition(use_reentrant: bool):
+    case = replace(CASES["gates"], build=lambda: Residual(lambda: Twice(use_reentrant)))
+    trained, lent = Trained(case), list[int]()
+    lend = PipelineReducer.lend
+
+    def lending(reducer: PipelineReducer, blocks: range) -> None:
+        lend(reducer, blocks)
+        gradients = [p.grad for p in trained.parameters.values()]
+        lent.append(sum(gradient is not None for gradient in gradients))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineReducer, "lend", lending)
+        trained.train(groups_in(Alone()), 1, 1)
+    assert lent == ([] if use_reentrant else [0, len(trained.parameters)] * 2)
+    whole = plain(case, 1)
+    assert not differing(trained.state(), whole.state())
+
+
+def test_a_parameter_whose_gradient_somebody_looks_at_has_it_alone():
+    trained, seen = Trained(CASES["gates"]), dict[str, list[Tensor]]()
+    for name, parameter in trained.parameters.items():
+        look = lambda p, name=name: seen.setdefault(name, []).append(p.grad.clone())  # noqa: E731
+        parameter.register_post_accumulate_grad_hook(look)
+    trained.train(groups_in(Alone()), 1, 1)
+    for found in seen.values():
+        assert len(found) == len(trained.batches)
+    looking = plain(CASES["gates"], 1)
+    assert not differing(trained.state(), looking.state())
 
 
 def test_two_stages_of_every_model_have_the_bits_of_the_whole_one():

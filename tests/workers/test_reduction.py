@@ -126,6 +126,28 @@ def test_who_computes_all_ids_adds_the_same_in_the_gradients_themselves(num_micr
     assert found == [t.contiguous().numpy().tobytes() for t in wanted]
 
 
+@on_both
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5, 8])
+def test_who_computes_a_leaf_may_add_it_to_the_one_before_itself(num_microbatches: int):
+    """Every other one is added to no other sum first."""
+    generator, lent = torch.Generator().manual_seed(0), list[int]()
+    leaves = [
+        [torch.randn(s, generator=generator).to(where.HERE) for s in SHAPES] for _ in range(8)
+    ]
+    like = {str(j): t for j, t in enumerate(leaves[0])}
+    fold, plain = OwningFold(like, num_microbatches), OwningFold(like, num_microbatches)
+    for i in range(num_microbatches):
+        sums = fold.lent
+        if sums:
+            lent.append(i)
+        added = {name: sums[name].add_(leaves[i][int(name)]) for name in list(sums)[1:]}
+        plain.add(i, [t.clone() for t in leaves[i]])
+        fold.add(i, [added.get(str(j), t.clone()) for j, t in enumerate(leaves[i])])
+    pairs = zip(fold.release_root(), plain.release_root(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert lent == list(range(1, num_microbatches, 2))
+
+
 def test_large_buffers_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = where.run_threads(1, lambda g: _reduced(g, 7))[0]
     monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {where.HERE.type: 4})

@@ -332,8 +332,16 @@ class CarryStack:
         self._stack: list[tuple[Block, list[Tensor]]] = []
         self.next_id = 0
 
+    @property
+    def sibling(self) -> list[Tensor] | None:
+        """The leaf that the next one is added to before any other; None if it comes first."""
+        if self._stack and self._stack[-1][0].is_left_sibling_of(Block(0, self.next_id)):
+            return self._stack[-1][1]
+        return None
+
     @torch.no_grad()
     def push(self, microbatch_id: int, leaf: Sequence[Tensor]) -> None:
+        """A tensor that is its `sibling`'s own has been added to it."""
         while self.next_id < microbatch_id:
             self._push([torch.zeros_like(t) for t in leaf])
         self._push(leaf)
@@ -369,10 +377,16 @@ class OwningFold:
         """Before the first micro-batch of every attempt at a step."""
         self._stack.begin()
 
+    @property
+    def lent(self) -> dict[str, Tensor]:
+        """What the leaves of the next micro-batch are added to before any others, so that whoever
+        computes them may do so; empty if they come first."""
+        return dict(zip(self._like, self._stack.sibling or (), strict=False))
+
     @torch.no_grad()
     def add(self, microbatch_id: int, leaves: Sequence[Tensor | None]) -> None:
-        """leaves: nobody else may have them; one that is None counts as zero. WrongInput for a
-        sparse one."""
+        """leaves: nobody else may have them; one that is None counts as zero, and one of `lent` has
+        been added already. WrongInput for a sparse one."""
         expected = self._stack.next_id
         assert microbatch_id == expected, f"expected id {expected}, not {microbatch_id}"
         pairs = zip(leaves, self._like.items(), strict=True)
@@ -415,7 +429,9 @@ def _close(stack: list[tuple[Block, Sum]], add: Callable[[Sum, Sum], Sum]) -> Su
 
 
 def _add_up(totals: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    add_all_(totals, tensors)
+    pairs = [(total, t) for total, t in zip(totals, tensors, strict=True) if total is not t]
+    if pairs:
+        add_all_([total for total, _ in pairs], [t for _, t in pairs])
     return totals
 
 

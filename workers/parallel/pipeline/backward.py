@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from workers.torch_private.autograd import adds_once
+
 Node = Any
 """Of autograd's graph."""
 _REENTRANT = "CheckpointFunctionBackward"
@@ -41,6 +43,11 @@ class StageBackward:
         self._later: list[_Later] = []
         self._kept: list[tuple[Tensor, Tensor]] = []
         """Parameters whose gradient there is already."""
+
+    @property
+    def adds_once(self) -> bool:
+        """To each gradient, if it is whole."""
+        return adds_once(self._results)
 
     def whole(self) -> None:
         """All have their gradients."""

@@ -146,6 +146,8 @@ class StagePasses:
                 held.backward.inputs()
             else:
                 self._reducer.before_backward(not self._todo)
+                if held.backward.adds_once:
+                    self._reducer.lend(model.blocks)
                 held.backward.whole()
             if stage > 0:
                 received = held.crossing.received

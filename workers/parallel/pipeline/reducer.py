@@ -5,7 +5,7 @@ The additions are those of workers/reduction/bitwise.py: the bits do not tell a 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from workers.parallel.pipeline.rows import SharedRows
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import FlatLayout, Flats, OwningFold, TreeFold
 from workers.reduction.tree_reduction import reduce_tree
+from workers.torch_private.autograd import has_hooks_behind
+from workers.torch_private.tensors import version_of
 from workers.train_state.train_state import TrackedBuffers
 
 
@@ -42,6 +44,8 @@ class _Segment:
     """This rank holds it."""
     group: AnyGroup | None = None
     """Of these ranks."""
+    lent: dict[str, int] = field(default_factory=dict[str, int])
+    """Of parameters whose backward adds to a sum: the sum's version before it."""
 
 
 class PipelineReducer:
@@ -114,6 +118,18 @@ class PipelineReducer:
     def before_backward(self, is_last: bool) -> None:
         self._drop_gradients()
 
+    def lend(self, blocks: range) -> None:
+        """Before the backward of a stage's next micro-batch, which adds to each gradient at most
+        once: let it do so to the sum that the tree has it in first, as long as the gradient is at
+        hand. These are the tree's own additions."""
+        for segment in self._segments:
+            if isinstance(segment.fold, OwningFold) and segment.blocks.start in blocks:
+                for name, total in segment.fold.lent.items():
+                    parameter = self._parameters[name]
+                    if name in self._chain.shared or not _takes(parameter, total):
+                        continue
+                    parameter.grad, segment.lent[name] = total, version_of(total)
+
     def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
         self.after_backward_of(range(len(self._plan.costs)), microbatch_id, buffers)
 
@@ -124,12 +140,21 @@ class PipelineReducer:
         values = dict(zip(self._buffer_names, buffers, strict=True))
         for segment in self._segments:
             if segment.fold is not None and segment.blocks.start in blocks:
-                gradients = [self._parameters[n].grad for n in segment.names]
-                pairs = zip(segment.names, gradients, strict=True)
-                self.used |= {name for name, gradient in pairs if gradient is not None}
+                gradients = [self._found(n, segment.lent.pop(n, None)) for n in segment.names]
                 leaves = [*gradients, *(values[n] for n in segment.buffers)]
                 segment.fold.add(microbatch_id, leaves)
         self._drop_gradients()
+
+    def _found(self, name: str, version: int | None) -> Tensor | None:
+        """The gradient of a parameter, or the sum that it has been added to, if that had a version
+        before."""
+        gradient = self._parameters[name].grad
+        if gradient is None:
+            return None
+        if version is not None and version_of(gradient) == version:
+            return gradient.add_(0.0)  # it had none; see workers/reduction/tree.py
+        self.used.add(name)
+        return gradient
 
     def serve_pass(self) -> None:
         raise AssertionError("every rank of a pipeline has as many passes as the others")
@@ -231,5 +256,13 @@ class PipelineReducer:
             self._rows.release()
 
     def _drop_gradients(self) -> None:
+        for segment in self._segments:
+            segment.lent.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
+
+
+def _takes(parameter: nn.Parameter, total: Tensor) -> bool:
+    """A backward adds to this in place what it would be added as, and nobody looks at it."""
+    is_seen = has_hooks_behind(parameter)
+    return not is_seen and total.dtype == parameter.dtype and total.shape == parameter.shape
