@@ -6,6 +6,7 @@ they work, and nothing of a GPU.
 
 import itertools
 import os
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -116,6 +117,13 @@ def spin(device: torch.device, seconds: float) -> None:
 def leave(group: Group) -> None:
     """Until its abort has come back."""
     process_group.leave(group)
+    wait_for_abort(group)
+
+
+def wait_for_abort(group: Group) -> float:
+    """Of a group that was left; gives the seconds."""
+    began = time.monotonic()
     aborting = getattr(group, "_aborting", None)
     if aborting is not None:
         aborting.join(JOIN_S)
+    return time.monotonic() - began

@@ -6,8 +6,10 @@ import time
 
 import torch
 
-from tests.gpu.experiment import Table, main, num_threads, thread_names
-from tests.gpu.groups import HAS_GPU, Meeting, data_only, device_of, leave, synchronize
+from tests.gpu.experiment import Table, main, median, num_threads, thread_names
+from tests.gpu.groups import HAS_GPU, Meeting, data_only, device_of, synchronize, wait_for_abort
+from workers.distributed import process_group
+from workers.distributed.process_group import Group
 
 ROUNDS, WARM = 200, 5
 OF_TORCH = ("pt_nccl_watchdg", "pt_nccl_heartbt")
@@ -17,31 +19,40 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if HAS_GPU else 0
 
 
-def once(meeting: Meeting, device: torch.device) -> float:
-    """Seconds."""
+def once(meeting: Meeting, device: torch.device) -> tuple[float, Group]:
+    """Seconds until the group has formed, and the group, which has been used and left. Its abort
+    may be under way."""
     began = time.monotonic()
     group = meeting.form(data_only(device)).wait(60)
+    formed_s = time.monotonic() - began
     value = torch.ones(1 << 16, device=device)
     for _ in range(5):
         group.all_reduce(value).wait()
     synchronize(device)
-    leave(group)
-    return time.monotonic() - began
+    process_group.leave(group)
+    return formed_s, group
 
 
 def body(table: Table, arguments: argparse.Namespace) -> None:
-    device, meeting, seconds = device_of(), Meeting(), list[float]()
+    device, meeting = device_of(), Meeting()
+    forming, aborting = list[float](), list[float]()
     names, threads, free = list[str](), 0, 0
     for number in range(arguments.rounds):
-        seconds.append(once(meeting, device))
+        formed_s, group = once(meeting, device)
+        forming.append(formed_s)
         names += [n for n in thread_names() if n.startswith(OF_TORCH)]
+        if number < WARM or number == arguments.rounds - 1:  # else the next one forms meanwhile
+            aborting.append(wait_for_abort(group))
         if number == WARM - 1:
             threads, free = num_threads(), free_bytes()
     table.at_most("threads more than after round 5", num_threads() - threads, 0)
     table.at_most("device memory less", (free - free_bytes()) / 2**20, 16, "MiB")
     table.at_most("threads of torch's watchdog and monitor", len(names), 0)
-    table.at_most("slowest round behind the fifth", max(seconds[WARM:]), 0.5, "s")
-    table.tell("first round", f"{seconds[0]:.2f} s")
+    table.at_most(
+        "slowest forming behind the fifth, aborts under way", max(forming[WARM:]), 0.5, "s"
+    )
+    table.tell("first forming", f"{forming[0]:.2f} s")
+    table.tell("an abort takes", f"{median(aborting):.2f} s")
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -9,14 +9,16 @@ import torch
 
 from elastic.protocol.errors import PeerLost
 from tests.gpu.experiment import Table, main, num_threads, wait_for_threads
-from tests.gpu.groups import Meeting, data_only, device_of, leave
+from tests.gpu.groups import HOST, Meeting, data_only, device_of, leave
+from workers.distributed.backends import connect_for
+from workers.distributed.process_group import Connect
 
 ROUNDS, WAITED_S = 20, 2.0
 
 
-def give_up(meeting: Meeting, device: torch.device) -> float:
+def give_up(meeting: Meeting, connect: Connect) -> float:
     """Seconds until the thread that forms has come back."""
-    formation = meeting.form(data_only(device), rank=0, world_size=2)
+    formation = meeting.form(connect, rank=0, world_size=2)
     time.sleep(WAITED_S)
     formation.abandon()
     with suppress(PeerLost):
@@ -39,10 +41,14 @@ def body(table: Table, arguments: argparse.Namespace) -> None:
     device, meeting = device_of(), Meeting()
     good(meeting, device)
     before = num_threads()
-    back = [give_up(meeting, device) for _ in range(arguments.rounds)]
+    both = connect_for(device, HOST)
+    back = [give_up(meeting, both) for _ in range(arguments.rounds)]
     table.at_most("slowest return of the forming thread", max(back), 1.0, "s")
     table.holds("a good group works afterwards", good(meeting, device))
     table.at_most("threads left behind", num_threads() - before, 0)
+    # The other one is gone once the control group has formed: NCCL itself waits for it.
+    table.at_most("return, if NCCL waits", give_up(meeting, data_only(device)), 1.0, "s")
+    table.holds("a good group works meanwhile", good(meeting, device))
 
 
 def options(parser: argparse.ArgumentParser) -> None:

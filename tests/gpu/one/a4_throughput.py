@@ -138,6 +138,7 @@ def body(table: Table, arguments: argparse.Namespace) -> None:
                 table.at_most(f"{name}, {reduction}: host waits", syncs_of(ours.step), MAX_SYNCS)
                 idle = idle_of(ours.step)
                 table.at_most(f"{name}, {reduction}: GPU idle", idle, MAX_IDLE)
+                table.tell(f"{name}, {reduction}: idle in the plain loop", idle_of(plain.step))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
