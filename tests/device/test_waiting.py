@@ -99,10 +99,12 @@ def test_a_kernel_that_never_ends_is_its_own_ranks_and_the_others_wait(in_passes
 
 def test_nccls_own_notice_of_a_lost_peer_ends_the_wait():
     groups = []
-    device.stick("nccl:", device=0)
 
     def on_group(group):
         groups.append(group)
+        if group.rank() == 0:
+            torch.sim.synchronize()  # what has connected it
+            device.stick("nccl:", device=0)
         if group.rank() == 1:
             raise RuntimeError("gone")
         threading.Timer(0.1, group.backend.lose_peer, (1,)).start()
