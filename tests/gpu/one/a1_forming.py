@@ -35,16 +35,20 @@ def once(meeting: Meeting, device: torch.device) -> tuple[float, Group]:
 
 def body(table: Table, arguments: argparse.Namespace) -> None:
     device, meeting = device_of(), Meeting()
-    forming, aborting = list[float](), list[float]()
+    forming, aborting, left = list[float](), list[float](), list[Group]()
     names, threads, free = list[str](), 0, 0
     for number in range(arguments.rounds):
         formed_s, group = once(meeting, device)
         forming.append(formed_s)
+        left.append(group)
         names += [n for n in thread_names() if n.startswith(OF_TORCH)]
-        if number < WARM or number == arguments.rounds - 1:  # else the next one forms meanwhile
+        if number < WARM:  # else the next one forms meanwhile
             aborting.append(wait_for_abort(group))
         if number == WARM - 1:
             threads, free = num_threads(), free_bytes()
+    for group in left:
+        wait_for_abort(group)
+    left.clear()
     table.at_most("threads more than after round 5", num_threads() - threads, 0)
     table.at_most("device memory less", (free - free_bytes()) / 2**20, 16, "MiB")
     table.at_most("threads of torch's watchdog and monitor", len(names), 0)

@@ -20,20 +20,23 @@ def counts(last_line: str) -> dict[str, int]:
 
 
 def body(table: Table, arguments: argparse.Namespace) -> None:
-    command = [sys.executable, "-m", "pytest", *SUITES, "-q", "-k", arguments.k]
+    command = [sys.executable, "-m", "pytest", *SUITES, "-q", "-k", arguments.k, "--tb=short"]
+    command += ["-p", "tests.gpu.told", "--timeout", "120"]
     command += ["-n", str(arguments.n)] if arguments.n else []
     environment = os.environ | {"ELASTIC_TEST_DEVICE": arguments.place}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    lines = done.stdout.strip().splitlines() or ["nothing was printed"]
-    found = counts(lines[-1])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    lines = ["nothing was printed"]
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("FAILED ") and ": " in line:  # told.py's
+            print(line, end="", flush=True)
+        lines.append(line.strip() or lines[-1])
+    status, found = process.wait(), counts(lines[-1])
     table.tell("pytest", lines[-1].strip("= "))
     table.at_least("tests that passed", found.get("passed", 0), 1)
     bad = found.get("failed", 0) + found.get("error", 0) + found.get("errors", 0)
     table.at_most("tests that failed", bad, 0)
-    for line in lines:
-        if line.startswith(("FAILED", "ERROR")):
-            print(line)
-    table.holds("pytest ended as it should", done.returncode == 0, f"status {done.returncode}")
+    table.holds("pytest ended as it should", status == 0, f"status {status}")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
