@@ -3,6 +3,7 @@
 import threading
 from dataclasses import dataclass
 
+from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed.store import StoreClient
 
 
@@ -19,3 +20,8 @@ class GroupSpec:
     """The backend's own limit per collective, a last resort only."""
     given_up: threading.Event
     """Nobody waits for the group any more."""
+
+
+def name_of(spec: WorkerSpec, generation: int) -> str:
+    """Of the process group of a generation, for its members and for torch."""
+    return f"{spec.run_id}/{generation}"

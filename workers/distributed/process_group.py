@@ -30,7 +30,7 @@ from workers.distributed import registry
 from workers.distributed.c10d import C10dGroup, Copies
 from workers.distributed.device_errors import is_gone
 from workers.distributed.device_wait import to_host
-from workers.distributed.group_spec import GroupSpec
+from workers.distributed.group_spec import GroupSpec, name_of
 from workers.distributed.pending import (
     Abandonable,
     Aside,
@@ -424,11 +424,6 @@ def form(
         return group
 
     return Formation(build_whole)
-
-
-def name_of(spec: WorkerSpec, generation: int) -> str:
-    """Of the process group of a generation, for its members and for torch."""
-    return f"{spec.run_id}/{generation}"
 
 
 _left_behind: list[Group] = []
