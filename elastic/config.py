@@ -358,7 +358,7 @@ class RunConfig:
             )
         if missing := self.parallel.missing:
             raise ValueError(f"parallel='{self.parallel}' is not available yet{missing}")
-        if self.offload and not self.parallel.is_sharded:
+        if self.offload and self.parallel.is_whole:
             raise ValueError(
                 f"offload=True moves shards to host memory, and parallel='{self.parallel}' has "
                 "none: leave it out, or give parallel='fsdp'"

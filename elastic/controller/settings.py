@@ -31,8 +31,8 @@ def limits_of(config: RunConfig) -> Limits:
         save_every_s=SAVE_EVERY_S if has_checkpoints(config) else None,
         must_save=config.checkpointing.on_storage_error == "fail",
         parallel=config.parallel,
-        is_whole=not config.parallel.is_sharded,
-        has_copies=config.parallel.is_sharded and config.checkpointing.snapshot_every == 1,
+        is_whole=config.parallel.is_whole,
+        has_copies=not config.parallel.is_whole and config.checkpointing.snapshot_every == 1,
     )
 
 

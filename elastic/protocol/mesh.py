@@ -153,9 +153,9 @@ class Parallel:
         return ""
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether a rank holds only a part of the parameters and of the optimizer's state."""
-        return self.cuts_tensors or self.pp > 1
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of the parameters and of the optimizer's state."""
+        return not self.cuts_tensors and self.pp == 1
 
     @property
     def cuts_tensors(self) -> bool:

@@ -32,7 +32,7 @@ def build_strategy(
             spec.parallel.strategy, f"parallel='{spec.parallel}' names no strategy"
         )
         made = make(workload, spec, device, open_backup)
-        if made.is_whole == spec.parallel.is_sharded:
+        if made.is_whole != spec.parallel.is_whole:
             holds = "the whole state" if made.is_whole else "a part of the state"
             raise WrongInput(
                 f"parallel='{spec.parallel}': with this strategy every rank holds {holds}, which "
@@ -43,7 +43,7 @@ def build_strategy(
         from workers.parallel.pipeline.strategy import build_staged
 
         return build_staged(workload, spec, device, open_backup(), spec.parallel.pp)
-    if not spec.parallel.is_sharded:
+    if spec.parallel.is_whole:
         return build_replicated(workload, spec, device)
     # Imported here, as stages above: replicas need not pay for FSDP2.
     from workers.parallel.sharded import build_sharded
