@@ -261,17 +261,3 @@ def check_bytes(manifest: Manifest, place: str) -> None:
             if chunk.offset + math.prod(chunk.shape) * element > sizes[chunk.file]:
                 what = f"a chunk of {tensor.name!r} is longer than {chunk.file!r}"
                 raise DamagedCheckpoint(place, what)
-
-
-def newest_good(catalogue: Catalogue) -> tuple[Manifest | None, list[Damage]]:
-    """The newest checkpoint whose manifest is sound, and the newer ones that are not.
-
-    Its files are verified as they are read; whoever finds one damaged takes the next.
-    """
-    damaged: list[Damage] = []
-    for step in reversed(catalogue.steps()):
-        try:
-            return catalogue.manifest(step), damaged
-        except DamagedCheckpoint as error:
-            damaged.append(Damage(step, str(error)))
-    return None, damaged

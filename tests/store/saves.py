@@ -4,9 +4,10 @@ import functools
 
 import numpy as np
 
+from elastic.protocol.errors import DamagedCheckpoint
 from elastic.protocol.layout import Box
 from elastic.protocol.manifest import Manifest, Part
-from elastic.store.catalogue import Catalogue, file_name
+from elastic.store.catalogue import Catalogue, Damage, file_name
 from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.checkpoint_reading import PartReader
 
@@ -85,3 +86,17 @@ def assert_holds(catalogue: Catalogue, step: int, seed: int) -> None:
     found, expected = load(catalogue, step), tensors(seed)
     assert found.keys() == expected.keys()
     assert all(found[n].tobytes() == expected[n].tobytes() for n in expected)
+
+
+def newest_good(catalogue: Catalogue) -> tuple[Manifest | None, list[Damage]]:
+    """The newest checkpoint whose manifest is sound, and the newer ones that are not.
+
+    Its files are verified as they are read; whoever finds one damaged takes the next.
+    """
+    damaged: list[Damage] = []
+    for step in reversed(catalogue.steps()):
+        try:
+            return catalogue.manifest(step), damaged
+        except DamagedCheckpoint as error:
+            damaged.append(Damage(step, str(error)))
+    return None, damaged

@@ -33,11 +33,11 @@ from elastic.protocol.manifest import (
     decode,
     merge,
 )
-from elastic.store.catalogue import Catalogue, file_name, folder_name, newest_good
+from elastic.store.catalogue import Catalogue, file_name, folder_name
 from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.checkpoint_reading import PartReader
 from elastic.store.files import Folder, open_folder
-from tests.store.saves import assert_holds, part_of, save, tensors
+from tests.store.saves import assert_holds, newest_good, part_of, save, tensors
 
 
 @pytest.fixture

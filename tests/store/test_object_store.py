@@ -14,14 +14,14 @@ from elastic.controller.publisher import Checkpoints
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.layout import whole
 from elastic.protocol.manifest import MANIFEST, Part, SavedPart
-from elastic.store.catalogue import Catalogue, file_name, newest_good
+from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import Folder, open_folder, place_of, read_json, refuse_unwritable
 from elastic.store.journal import read_lines
 from elastic.store.remote import read_whole
 from elastic.store.run_directory import RunDirectory
 from tests.object_store import FaultProxy, S3Server, uri
-from tests.store.saves import assert_holds, part_of, save, tensors
+from tests.store.saves import assert_holds, newest_good, part_of, save, tensors
 from tests.store.test_run_directory import STATUS, metrics, record
 
 MINUTE = 60.0

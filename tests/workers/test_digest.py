@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.workers import where
-from workers.train_state.digest import file_sha256, full_state, weights_sha256
+from workers.train_state.digest import full_state, weights_sha256
 
 
 class Model(nn.Module):
@@ -89,9 +88,3 @@ def test_ddp_is_a_wrapper_too() -> None:
 
     model = Plain()
     assert weights_sha256(nn.parallel.DistributedDataParallel(model)) == _expected()
-
-
-def test_a_safetensors_file_has_the_hash_of_its_weights(tmp_path: Path) -> None:
-    state = {name: t.clone() for name, t in full_state(Model()).items()}
-    save_file(state, tmp_path / "weights.safetensors")
-    assert file_sha256(tmp_path / "weights.safetensors") == _expected()

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from tests.workers import where
 from workers.reduction.norm import (
     clip_coefficient,
-    global_norm,
     norm_of_rows,
     row_squares,
     squares_by_halves,
@@ -24,6 +23,10 @@ from workers.reduction.norm import (
 from workers.reduction.reducers import Magnitude, Reduced
 
 on_both = pytest.mark.usefixtures("place")
+
+
+def global_norm(gradients: list[Tensor]) -> float:
+    return norm_of_rows(row_squares(gradients))
 
 
 def _gradients() -> list[torch.Tensor]:

@@ -90,11 +90,6 @@ def squares_by_halves(matrices: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def global_norm(gradients: Sequence[Tensor]) -> float:
-    """The 2-norm over all gradients; not finite if any gradient is not."""
-    return norm_of_rows(row_squares(gradients))
-
-
 def squares_of_shards(
     gradients: Sequence[tuple[TensorLayout, Tensor]],
     mesh: Mesh,

@@ -3,7 +3,6 @@
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,15 +21,6 @@ def weights_sha256(
     state = full_state(weights) if isinstance(weights, nn.Module) else weights
     tensors = {plain_name(n): t for n, t in state.items() if isinstance(t, Tensor)}
     return hash_of(((name, tensors[name]) for name in sorted(tensors)), tell)
-
-
-def file_sha256(path: str | Path) -> str:
-    """The same hash of the tensors in a safetensors file, one tensor in memory at a time."""
-    from safetensors import safe_open
-
-    with safe_open(str(path), framework="pt") as file:
-        names = {plain_name(name): name for name in file.keys()}  # noqa: SIM118
-        return hash_of((name, file.get_tensor(names[name])) for name in sorted(names))
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
