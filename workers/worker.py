@@ -455,8 +455,8 @@ class Worker:
         return self._built is not None and self._built.member.has_joined
 
     def _describe(self, error: Exception) -> str:
-        """What went wrong, in which step and micro-batch, and the user's own traceback. Who says
-        it is added by who hears it."""
+        """What went wrong, in which step and micro-batch, and the user's own traceback. The
+        controller adds the worker's name."""
         where, built = "before its first step", self._built
         if self._has_begun and built is not None:
             member, session = built.member, built.session

@@ -443,8 +443,7 @@ class Member:
         assert self.group is not None
         try:  # of what is on record, a newcomer may have heard nothing yet
             self.link.hear_of_peers(max(gather_json(self.group, self.link.recorded_step)))
-            known_step = self.records.known_step
-            entered = self.strategy.enter(replace(self._formed(form), known_step=known_step))
+            entered = self.strategy.enter(self._formed(form))
             self.records.share(self.group)
         except (ShardLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
             self.strategy.forget()

@@ -111,7 +111,7 @@ class Records:
         return self.known_from(self._link.recorded_step)
 
     def known_from(self, recorded_step: int) -> int:
-        """... if the record ends there."""
+        """Up to which this worker could report every step behind `recorded_step`."""
         known = recorded_step
         for record in self._unrecorded:
             if record.step == known + 1:

@@ -2,7 +2,8 @@
 kind of spreading.
 
 Who steps, saves, joins or recovers asks the strategy, and knows neither its name nor its tensors.
-A new one is a module beside ddp.py and sharded.py, and a line in build.py, which chooses by name.
+A new one is a module beside ddp.py and sharded.py, and a line in build.py, which chooses by name;
+or a module anywhere, whose function the run names: parallel="package.module:function".
 """
 
 from collections.abc import Callable, Mapping, Sequence

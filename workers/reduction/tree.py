@@ -191,7 +191,7 @@ class TreeFold:
     def begin(self) -> None:
         """Before the first micro-batch of every attempt at a step."""
         while self._stack:
-            self.put_back(self._stack.pop())
+            self._put_back(self._stack.pop())
         self.next_id = self.ids.start
 
     @torch.no_grad()
@@ -259,7 +259,7 @@ class TreeFold:
     def _add_up(self, left: _Partial, right: _Partial) -> None:
         for total, addend in zip(left.flats, right.flats, strict=True):
             total.add_(addend)
-        self.put_back(right)
+        self._put_back(right)
 
     def _close(self, merge: Callable[[_Partial, _Partial], None]) -> None:
         """Merge what only absent leaves keep apart."""
@@ -274,8 +274,8 @@ class TreeFold:
         flats = self.layout.empty()
         return flats, self.layout.views(flats)
 
-    def put_back(self, partial: _Partial) -> None:
-        self._spare.append((partial.flats, partial.views))
+    def _put_back(self, partial: _Partial) -> None:
+        self.recycle(partial.flats, partial.views)
 
     def _refuse_sparse(self, leaves: Sequence[Tensor | None]) -> None:
         for name, leaf in zip(self.layout.names, leaves, strict=True):
@@ -316,7 +316,7 @@ class Arriving:
     def close(self) -> None:
         """Every stretch is folded: the buffers that were added may serve again."""
         for _, right in self._merges:
-            self._fold.put_back(right)
+            self._fold.recycle(right.flats, right.views)
 
 
 class CarryStack:
