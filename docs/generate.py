@@ -255,6 +255,11 @@ The complete lists of what a program may meet in the files of a run directory.
 `state` in `status.json`.
 
 {words_table(reports, "WORKER_STATES")}
+## Outcomes
+
+`outcome` in `result.json`.
+
+{words_table(reports, "OUTCOMES")}
 ## Causes of a loss
 
 `cause` of a recovery in `result.json`, and of a lost worker in the journal.

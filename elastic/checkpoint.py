@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from elastic.config import is_number
 from elastic.protocol.errors import DamagedCheckpoint
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import Folder, check_kinds, open_folder
@@ -117,7 +118,3 @@ def as_number(value: object) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

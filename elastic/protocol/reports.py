@@ -39,4 +39,9 @@ WORKER_STATES = (
 )
 """Values of `state` of a worker in status.json."""
 
-OUTCOMES = ("succeeded", "failed", "stopped")
+OUTCOMES = (
+    "succeeded",  # it came to its end
+    "failed",  # it could not go on
+    "stopped",  # it was asked to; the same command goes on with it
+)
+"""Values of `outcome` in result.json."""

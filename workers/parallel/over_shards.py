@@ -24,6 +24,7 @@ from workers.parallel.ahead import PartAhead
 from workers.parallel.shards import Ownership, Shards, SplitModel
 from workers.parallel.strategy import Entered, Formed
 from workers.resharding.whole import whole_on_first
+from workers.tensors.local import flat_bytes
 from workers.train_state import serialization
 from workers.train_state.digest import hash_of
 from workers.train_state.train_state import TrainState, Update
@@ -120,7 +121,7 @@ class OverShards:
         mine = nothing
         if group.rank() == first:
             values = buffers.integers.values()
-            flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in values]
+            flat = [flat_bytes(t) for t in values]
             mine = torch.cat(flat)
         group.all_gather(gathered, mine).wait()
         if mesh.is_inactive(group.rank()):

@@ -70,6 +70,11 @@ def part_of(tensor: Tensor, box: Box) -> Tensor:
     return tensor
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """In C order; shares the memory of a contiguous tensor."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

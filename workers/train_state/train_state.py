@@ -18,7 +18,7 @@ from elastic.protocol.errors import UserError
 from workers.reduction.norm import clip_coefficient, norm_of_rows, row_squares
 from workers.step.precision import Casting, LossScale
 from workers.step.vote import Prepared, Vote
-from workers.tensors.local import is_shard, local
+from workers.tensors.local import flat_bytes, is_shard, local
 from workers.tensors.strides import laid_out
 from workers.torch_private.modules import BatchNorm, is_persistent, own_buffers
 from workers.torch_private.tensors import divide_all_, multiply_all_, version_of
@@ -111,7 +111,7 @@ class _Buffer:
             return False
         if held is not self.live or version_of(self.live) != self.version:
             return True
-        return compare and not torch.equal(_plain(self.live), _plain(self.committed))
+        return compare and not torch.equal(flat_bytes(self.live), flat_bytes(self.committed))
 
 
 class TrackedBuffers:
@@ -244,7 +244,7 @@ class TrackedBuffers:
         """Per micro-batch of this step: a signed 64-bit hash of each integer buffer's value.
 
         read: of the step's group."""
-        plain = [_plain(value) for values in self._integers for value in values.values()]
+        plain = [flat_bytes(value) for values in self._integers for value in values.values()]
         if not plain:
             return [() for _ in self._integers]
         pieces = read(torch.cat(plain)).split([p.numel() for p in plain])  # one for all of them
@@ -294,10 +294,6 @@ class TrackedBuffers:
     def _tracked(self) -> list[_Buffer]:
         flags = zip(self._buffers, self._is_tracked, strict=True)
         return [buffer for buffer, is_tracked in flags if is_tracked]
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _widened(tensor: Tensor) -> Tensor:

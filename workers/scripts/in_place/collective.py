@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.tensors.local import flat_bytes
+
 KEPT_BYTES = 1 << 20
 """What is larger is not kept: its loss has the script called again."""
 
@@ -24,7 +26,7 @@ class Result:
 
     def encoded(self) -> list[str]:
         return [
-            base64.b64encode(bytes_of(t).cpu().numpy().tobytes()).decode() for t in self.tensors
+            base64.b64encode(flat_bytes(t).cpu().numpy().tobytes()).decode() for t in self.tensors
         ]
 
 
@@ -66,10 +68,6 @@ class OwnCollective:
         """Before it is done again: a failed one has left garbage."""
         for tensor, before in self._inputs:
             tensor.copy_(before)
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def plain(result: Any) -> Any:
