@@ -1,13 +1,13 @@
 """Bugs that need a test of their own."""
 
 from tests.planted.mutation import (
-    ADOPTION,
-    CAPACITY,
     CLUSTER,
     COMMITS,
+    FAILOVER,
     MACHINE,
     MEMBER,
     RECOVERY,
+    SCALING,
     SHARDS,
     WORKER,
     Mutation,
@@ -23,7 +23,7 @@ ELSEWHERE = (
     ),
     Mutation(
         "a run that shrinks lets nobody leave while enough stay",
-        CAPACITY,
+        SCALING,
         "if phase.done or (num_staying >= limits.max_workers and not leavers):",
         "if phase.done or num_staying >= limits.max_workers:",
         "tests/control/test_resizing.py",
@@ -86,21 +86,21 @@ ELSEWHERE = (
     ),
     Mutation(
         "a new controller names a step that it has no vote for",
-        ADOPTION,
+        FAILOVER,
         "proven = min(s.step for s in holding if s.step >= newest - 1)",
         "proven = max(s.step for s in holding if s.step >= newest - 1)",
         "tests/control/test_failover.py",
     ),
     Mutation(
         "a new controller takes an old generation for the one at work",
-        ADOPTION,
+        FAILOVER,
         "    newest = max((s.generation for s in holding), default=0)\n",
         "    newest = min((s.generation for s in holding), default=0)\n",
         "tests/control/test_failover.py tests/control/test_close_faults.py",
     ),
     Mutation(
         "two parts of a sharded state are given up while copies make up for one",
-        ADOPTION,
+        FAILOVER,
         "newest.world_size - num_members) <= 1",
         "newest.world_size - num_members) <= 2",
         "tests/control/test_failover.py",
@@ -184,7 +184,7 @@ ELSEWHERE = (
     ),
     Mutation(
         "nobody gives a save up when those it is for should be gone",
-        CAPACITY,
+        SCALING,
         "any(n.gone_at > at for n in",
         "any(n.gone_at > 0 for n in",
         "tests/control/test_drain.py",

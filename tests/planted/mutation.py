@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-ADOPTION = "elastic/control/failover.py"
+FAILOVER = "elastic/control/failover.py"
 RECOVERY = "elastic/control/recovery.py"
-CAPACITY = "elastic/control/scaling.py"
+SCALING = "elastic/control/scaling.py"
 COMMITS = "elastic/on_ray/record/progress.py"
 CLUSTER = "elastic/on_ray/cluster.py"
 MACHINE = "workers/membership/machine.py"

@@ -1,11 +1,11 @@
 """Bugs of the protocol, which seeded simulations find alone."""
 
-from tests.planted.mutation import ADOPTION, CAPACITY, MACHINE, NETWORK, RECOVERY, STATE, Mutation
+from tests.planted.mutation import FAILOVER, MACHINE, NETWORK, RECOVERY, SCALING, STATE, Mutation
 
 OF_PROTOCOL = (
     Mutation(
         "a new controller gives a generation's number again",
-        ADOPTION,
+        FAILOVER,
         "generation=max([ledger.generation, *(s.generation for s in standings)]),",
         "generation=ledger.generation,",
         "tests/control/test_failover.py",
@@ -109,7 +109,7 @@ OF_PROTOCOL = (
     ),
     Mutation(
         "newcomers are taken in with a step that they miss",
-        CAPACITY,
+        SCALING,
         "is_closed = is_between_steps or bool(rollers and arrivals(ledger))",
         "is_closed = is_between_steps",
         NETWORK,
