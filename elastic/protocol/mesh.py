@@ -4,8 +4,9 @@ that the ranks of one generation make of them (`Mesh`).
 Who is a member is membership.py's; torch's own mesh is made from it in workers/parallel/.
 """
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypeAlias
 
@@ -302,6 +303,17 @@ class Mesh:
     def ranks_with_shard(self, shard: int) -> list[int]:
         """The ranks that hold `shard`, by replica."""
         return self.along("dp_replicate", self.ranks()[shard * self._stride("dp_shard")])
+
+    def is_covered_by(self, ranks: Set[int]) -> bool:
+        """Whether these hold all of a state: one of each shard, whatever its replica."""
+        if self.cuts and self.parallel.cuts_tensors:
+            return {rank for rank in range(self.world_size) if self.blocks(rank)} <= ranks
+        if self.cuts:
+            return {b for rank in ranks for b in self.blocks(rank)} == set(range(self.cuts[0][-1]))
+        axes: list[Axis] = [axis for axis in AXES if axis != "dp_replicate"]
+        active = [rank for rank in ranks if not self.is_inactive(rank)]
+        found = {tuple(self.coordinate(axis, rank) for axis in axes) for rank in active}
+        return len(found) == math.prod(self.size(axis) for axis in axes)
 
     def ids_of_replica(self, num_microbatches: int, replica: int) -> range:
         return microbatch_ids(num_microbatches, self.num_replicas, replica)

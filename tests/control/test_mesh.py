@@ -112,6 +112,30 @@ def test_neighbours_on_an_axis_differ_on_that_axis_only():
     assert staged.along("dp_replicate", 4) == [3, 4, 5]
 
 
+def test_ranks_hold_all_of_a_state_if_they_have_one_of_each_shard():
+    fsdp, hsdp = Mesh(Parallel("fsdp"), 3), Mesh(Parallel("hsdp", dp_shard=2), 5)
+    assert fsdp.is_covered_by({0, 1, 2})
+    assert not fsdp.is_covered_by({0, 2})
+    assert hsdp.is_covered_by({0, 3})
+    assert not hsdp.is_covered_by({0, 2})
+    assert not hsdp.is_covered_by({0, 4}), "the last one is inactive"
+    grid = Mesh(Parallel("fsdp", tp=2), 5)
+    assert grid.is_covered_by({0, 1, 2, 3})
+    assert not grid.is_covered_by({0, 1, 2, 4})
+    assert not Mesh(Parallel("fsdp", tp=2), 1).is_covered_by({0})
+
+
+def test_ranks_hold_all_of_a_model_in_stages_if_they_have_each_block():
+    cuts = ((0, 1, 3), (0, 3))
+    mesh = Mesh(Parallel(pp=2), 3, cuts=cuts)
+    assert mesh.is_covered_by({2})
+    assert mesh.is_covered_by({0, 1})
+    assert not mesh.is_covered_by({0})
+    with_rows = Mesh(Parallel("fsdp-grad-op", pp=2), 3, cuts=cuts)
+    assert with_rows.is_covered_by({0, 1, 2})
+    assert not with_rows.is_covered_by({0, 1}), "each row of a block is one rank's"
+
+
 def test_too_few_ranks_for_the_model_s_axes_are_nobody_s_mesh():
     mesh = Mesh(Parallel(tp=4), 3)
     assert (mesh.num_active, mesh.dp_degree) == (0, 0)

@@ -12,7 +12,7 @@ from workers.backup.store import Copy, Key, crc32
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Alone
 from workers.resharding import assemble
-from workers.resharding.assemble import Regather, ShardLost, is_whole
+from workers.resharding.assemble import Regather, ShardLost
 from workers.resharding.host_memory import HostMemory
 
 KEY = Key(1, 0, 7)
@@ -98,16 +98,3 @@ def test_a_step_that_nobody_could_report_is_not_gone_on_from():
         search.run(7, 6, dict)
     assert search.run(7, 7, dict).label == (7, 1)
     server.close()
-
-
-def test_one_rank_of_each_shard_is_a_whole_state():
-    fsdp, hsdp = Mesh(Parallel.of("fsdp"), 3), Mesh(Parallel.of("hsdp:2"), 5)
-    assert is_whole(fsdp, {0, 1, 2})
-    assert not is_whole(fsdp, {0, 2})
-    assert is_whole(hsdp, {0, 3})
-    assert not is_whole(hsdp, {0, 2})
-    assert not is_whole(hsdp, {0, 4}), "the last one is inactive"
-    grid = Mesh(Parallel.of("fsdp,tp:2"), 5)
-    assert is_whole(grid, {0, 1, 2, 3})
-    assert not is_whole(grid, {0, 1, 2, 4})
-    assert not is_whole(Mesh(Parallel.of("fsdp,tp:2"), 1), {0})

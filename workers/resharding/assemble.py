@@ -6,7 +6,6 @@ workers/backup/client.py's, how shards travel among members is transfer.py's.
 """
 
 import logging
-import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from torch import Tensor
 from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.encoding import decode, encode, registry
 from elastic.protocol.layout import BlockSets, Position, TensorLayout
-from elastic.protocol.mesh import AXES, Axis, Mesh, Parallel
+from elastic.protocol.mesh import Mesh, Parallel
 from elastic.protocol.messages.backup import Copies, Describe, Described, Have
 from workers.backup.server import CHECKED_BYTES_S, ask, connect, read_boxes
 from workers.backup.store import DamagedCopy, Key
@@ -226,7 +225,7 @@ class Regather:
         copies = {s.place for s in self._sources if s.label == label and s.owner == COPY}
         copies = {place for place in copies if not place.lacks}
         meshes = {place.mesh for place in copies}
-        return any(is_whole(mesh, {p.rank for p in copies if p.mesh == mesh}) for mesh in meshes)
+        return any(m.is_covered_by({p.rank for p in copies if p.mesh == m}) for m in meshes)
 
     def _describe(self, source: _Source) -> tuple[dict[str, Any], tuple[TensorLayout, ...]] | None:
         """JSON part and tensors of a state, from one who holds some of it. Offers of it that were
@@ -373,17 +372,6 @@ def copies_in(holders: Sequence[BackupAddress], token: str, timeout_s: float) ->
         return [copy for of_holder in pool.map(ask_one, holders) for copy in of_holder]
 
 
-def is_whole(mesh: Mesh, ranks: set[int]) -> bool:
-    """Whether these ranks have all of a state: one of each shard, whatever its replica."""
-    if mesh.cuts and mesh.parallel.cuts_tensors:
-        return {rank for rank in range(mesh.world_size) if mesh.blocks(rank)} <= ranks
-    if mesh.cuts:
-        return {b for rank in ranks for b in mesh.blocks(rank)} == set(range(mesh.cuts[0][-1]))
-    axes: list[Axis] = [axis for axis in AXES if axis != "dp_replicate"]
-    found = {tuple(mesh.coordinate(a, r) for a in axes) for r in ranks if not mesh.is_inactive(r)}
-    return len(found) == math.prod(mesh.size(axis) for axis in axes)
-
-
 def newest_whole(
     holders: Sequence[BackupAddress], token: str, parallel: Parallel, at_most: int
 ) -> int | None:
@@ -392,5 +380,5 @@ def newest_whole(
     for _, _, rank, step, origin, _, lacks, *told in copies_in(holders, token, HOLDER_S):
         if not lacks:
             ranks.setdefault((step, origin, mesh_told(parallel, told)), set()).add(rank)
-    whole = [step for (step, _, mesh), found in ranks.items() if is_whole(mesh, found)]
+    whole = [step for (step, _, mesh), found in ranks.items() if mesh.is_covered_by(found)]
     return max((step for step in whole if step <= at_most), default=None)
