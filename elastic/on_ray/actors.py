@@ -184,7 +184,7 @@ class ControllerActor:
 
 def import_patiently(*modules: str) -> None:
     """In a thread of its own, which gives up its priority: on Linux that is a thread's, and only
-    the privileged get it back. torch takes seconds to import (its optimizers import _dynamo)."""
+    the privileged get it back. torch takes seconds to import."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, get_native_id(), NICENESS)
     for module in modules:
@@ -213,7 +213,9 @@ class WorkerActor:
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages, before it loads
         see_gpus(spec.device == "cuda")
         if spec.is_standby:
-            importing = Thread(target=import_patiently, args=("torch._dynamo", "workers.worker"))
+            from workers.torch_private.compilation import DYNAMO  # loads no torch
+
+            importing = Thread(target=import_patiently, args=(DYNAMO, "workers.worker"))
             importing.start()
             importing.join()
         from elastic.on_ray.feed.client import leave_ray, open_feed

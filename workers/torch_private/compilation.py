@@ -4,6 +4,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+DYNAMO = "torch._dynamo"
+"""torch's optimizers import it, which takes seconds."""
+
 
 def hear_compilations(began: Callable[[Any], None], ended: Callable[[Any], None]) -> bool:
     """Have them called from now on; False while nobody has loaded torch.compile."""
