@@ -192,6 +192,26 @@ def test_what_a_function_takes_by_position_can_be_read(room: str):
     assert len(found) <= LONG_SIGNATURES[room], found
 
 
+def made_by_position(tree: ast.AST, classes: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and class: where one of these is made of more than can be read without their names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and len(node.args) > MAX_POSITIONAL:
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name in classes:
+                yield node.lineno, name
+
+
+def test_what_a_value_is_made_of_can_be_read():
+    nodes = [node for path in FILES for node in ast.walk(parsed(path))]
+    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    found = [
+        f"{named(path)}:{line} {name}"
+        for path in FILES
+        for line, name in made_by_position(parsed(path), classes)
+    ]
+    assert found == [], "give the fields by name"
+
+
 def test_a_class_has_few_attributes():
     found = {
         f"{named(path)} {node.name}": len(attributes(node))
@@ -237,5 +257,7 @@ def test_what_is_counted_is_seen():
         None,
         None,
     ]
+    made = ast.parse("K(1, 2, 3, 4, 5, 6, 7)\nm.K(1, 2, 3, 4, 5, 6, a=7)\nL(1, 2, 3, 4, 5, 6, 7)\n")
+    assert list(made_by_position(made, {"K"})) == [(1, "K")]
     arrows = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set[str]()}
     assert cycles(arrows) == {frozenset("abc")}

@@ -213,16 +213,16 @@ class Worker:
         member = built.member
         member.evaluated.say(member.rank)
         machine = member.machine
-        told, process = machine.word.told, built.process(self._around, self._gpu_name)
+        told = machine.word.told
         return r.Introduction(
-            machine.kind,
-            before,
-            told.generation,
-            told.rank,
-            told.world_size,
-            machine.step,
-            process,
-            machine.origin,
+            kind=machine.kind,
+            controller_before=before,
+            generation=told.generation,
+            rank=told.rank,
+            world_size=told.world_size,
+            step=machine.step,
+            process=built.process(self._around, self._gpu_name),
+            origin=machine.origin,
         )
 
     def _say_notice(self, cause: str, notice_s: float) -> None:
@@ -275,9 +275,15 @@ class Worker:
             on_finish=self._finish,
             on_stuck=partial(self._leave, EXIT_WITH_STUCK_GROUP),
         )
-        session = Session(spec, workload, member, self._loader)
-        built = Built(workload, strategy, peers, saver, member, session, loop or fit)
-        self._built = built
+        built = self._built = Built(
+            workload=workload,
+            strategy=strategy,
+            peers=peers,
+            saver=saver,
+            member=member,
+            session=Session(spec, workload, member, self._loader),
+            loop=loop or fit,
+        )
         self._link.send(r.Started(built.process(self._around, self._gpu_name)))
         self._loop(built)
 

@@ -63,7 +63,15 @@ def read_story(folder: Folder) -> Story:
     metrics = read_records(folder, "metrics.jsonl", METRICS_KINDS)
     rolled_back = read_records(folder, ROLLED_BACK, METRICS_KINDS)
     is_script = "level" in (read_json(folder, "status.json") or {})
-    return Story(name, timeline, metrics, rolled_back, read_done(folder), detect_s, is_script)
+    return Story(
+        name=name,
+        timeline=timeline,
+        metrics=metrics,
+        rolled_back=rolled_back,
+        done=read_done(folder),
+        detect_s=detect_s,
+        is_script=is_script,
+    )
 
 
 def report(story: Story) -> dict[str, Any]:

@@ -359,9 +359,8 @@ def form(
         ledger = replace(ledger, nodes=ledger.nodes.only((*membership.workers, *in_pool(ledger))))
     planned = plan(limits.parallel, membership.workers, ledger.nodes)
     reason = announced(membership, ledger.step, newcomers, rollers, planned.note)
-    command = Form(
-        membership, ledger.step, roll_forward, vote_of, then_pause, planned.order, ledger.origin
-    )
+    command = Form(membership, ledger.step, roll_forward, vote_of, then_pause)
+    command = replace(command, order=planned.order, origin=ledger.origin)
     deadline, new = at + limits.join_timeout_s, NumberSet.of(newcomers)
     forming = Forming(membership, deadline, then_pause, newcomers=new)
     return top_up(Decision(ledger, forming, (*dropped, command), reason), at, limits)

@@ -62,7 +62,7 @@ def event_of(worker: int, report: Eventful, at: float) -> e.Event:  # noqa: C901
             )
         case r.CollectiveFailed(generation, rank, message, is_refused, is_explained, too_few):
             return e.CollectiveFailed(
-                generation, rank, message, at, is_explained, is_refused, too_few
+                generation, rank, message, at, is_explained, is_refused, too_few=too_few
             )
         case r.Done(generation, rank, step, origin):
             return e.Done(generation, rank, step, at, origin)
@@ -79,13 +79,13 @@ def event_of(worker: int, report: Eventful, at: float) -> e.Event:  # noqa: C901
 def copying(command: c.Sync, addresses: Mapping[int, tuple[str, int] | None]) -> t.Sync:
     """addresses: of each worker that is there, where it may be followed."""
     return t.Sync(
-        command.source,
-        addresses.get(command.source),
-        tuple(addresses.get(worker) for worker in command.members),
-        command.order,
-        command.rank,
-        command.world_size,
-        command.next_order,
+        source=command.source,
+        address=addresses.get(command.source),
+        members=tuple(addresses.get(worker) for worker in command.members),
+        order=command.order,
+        rank=command.rank,
+        world_size=command.world_size,
+        next_order=command.next_order,
     )
 
 

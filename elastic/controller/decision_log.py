@@ -127,7 +127,15 @@ def _read_past(directory: Path, run_id: str, limits: Limits, record: str) -> Dec
     said = [line["evaluation"] for line in lines if "evaluation" in line]
     last_evaluation = (said[-1]["step"], said[-1]["ordinal"]) if said else (-1, 0)
     planned, level = _said_last(head, lines, "planned"), _said_last(head, lines, "level")
-    return DecisionLog(decision, so_far, lost_steps, metrics, last_evaluation, planned, level)
+    return DecisionLog(
+        decision=decision,
+        account=so_far,
+        lost_steps=lost_steps,
+        last_metrics=metrics,
+        last_evaluation=last_evaluation,
+        planned=planned,
+        level=level,
+    )
 
 
 def _said_last(head: dict[str, Any], lines: list[dict[str, Any]], key: str) -> Any:

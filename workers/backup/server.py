@@ -143,16 +143,16 @@ class BackupServer:
         try:
             content = map_shared(shared, mapped) if shared else room
             copy = Copy(
-                Key(*push.key),
-                push.origin,
-                push.world_size,
-                push.state,
-                push.slices,
-                content,
-                sums.sums,
-                None if shared is None else shared.offsets,
-                push.cuts,
-                push.lacks,
+                key=Key(*push.key),
+                origin=push.origin,
+                world_size=push.world_size,
+                state=push.state,
+                slices=push.slices,
+                content=content,
+                sums=sums.sums,
+                offsets=None if shared is None else shared.offsets,
+                cuts=push.cuts,
+                lacks=push.lacks,
             )
             if shared is None:  # else whoever reads it checks
                 copy.check()  # not under the lock: somebody may ask what there is

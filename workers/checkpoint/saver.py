@@ -174,7 +174,7 @@ class Saver:
 
     def begin(self, train_state: TrainState, by: StateOwner, *, is_pinned: bool = False) -> None:
         """Save the state of the last committed step, between steps. The saver must not be busy."""
-        generation, rank, world_size = by.generation, by.rank, by.world_size
+        generation, rank, step = by.generation, by.rank, train_state.step
         assert self.catalogue is not None
         assert not self.is_busy
         boxes: list[SavedBox] = []
@@ -184,10 +184,10 @@ class Saver:
             boxes.extend(box for box, _ in pieces)
             return {box.name: piece for box, piece in pieces}
 
-        self._link.concluded_saves.pop(train_state.step, None)
+        self._link.concluded_saves.pop(step, None)
         snapshot = train_state.snapshot(mine, self._memory)
-        job = _Job(generation, train_state.step, rank, world_size, boxes, snapshot, is_pinned)
-        self._job, self._saved = job, (generation, train_state.step)
+        job = _Job(generation, step, rank, by.world_size, boxes, snapshot, is_pinned=is_pinned)
+        self._job, self._saved = job, (generation, step)
         self._thread = threading.Thread(target=self._write, args=(job,), name="saver", daemon=True)
         self._thread.start()
 

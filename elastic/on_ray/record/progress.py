@@ -78,8 +78,8 @@ class Progress:
             self._record.record_step(record)
             has_vote = self.commits.knows_vote_of(step, done_by)
             idle_s = round(record.idle_s, 6)
-            said = e.Committed(generation, step, step_s, self._now(), done_by, has_vote, idle_s)
-            self._say(said)
+            at = self._now()
+            self._say(e.Committed(generation, step, step_s, at, done_by, has_vote, idle_s=idle_s))
         elif step > self.recorded_step:
             log.error('step=%d reason="step %d is not on record"', step, self.recorded_step + 1)
 

@@ -34,11 +34,11 @@ class Sync:
     order: tuple[int, ...] = ()
     """Of theirs, as `Form.order`."""
     rank: int = 0
-    """What this worker is likely to be in the next generation, ..."""
+    """What this worker is likely to be in the next generation."""
     world_size: int = 1
-    """... with so many ranks, ..."""
+    """So many ranks the next generation is likely to have."""
     next_order: tuple[int, ...] = ()
-    """... in this order."""
+    """The order that the next generation is likely to have, as `Form.order`."""
 
 
 @dataclass(frozen=True, slots=True)

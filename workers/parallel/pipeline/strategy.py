@@ -263,8 +263,15 @@ class Staged(OverShards):
         warnings = tuple(plan.warnings(self._depth, self._spec.parallel.schedule))
         moved = self.shards.moved_bytes
         layout = f"{plan}; {moved / 1e6:.1f} MB moved" if moved else str(plan)
-        names = self._known_chain.names
-        return Planned(generation, layout, warnings, tuple(stages), moved, names, plan.costs)
+        return Planned(
+            generation=generation,
+            layout=layout,
+            warnings=warnings,
+            stages=tuple(stages),
+            moved_bytes=moved,
+            blocks=self._known_chain.names,
+            costs=plan.costs,
+        )
 
     @property
     def plan(self) -> PipelinePlan:
