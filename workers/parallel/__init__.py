@@ -1,1 +1,1 @@
-"""One module per strategy that spreads the model over ranks, behind one interface."""
+"""Strategies that spread the model over ranks, behind one interface (strategy.py)."""
