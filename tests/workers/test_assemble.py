@@ -96,5 +96,5 @@ def test_a_step_that_nobody_could_report_is_not_gone_on_from():
     )
     with pytest.raises(ShardLost, match="up to step 6"):
         search.run(7, 6, dict)
-    assert search.run(7, 7, dict).label == (7, 1)
+    assert search.run(7, 7, dict).version == (7, 1)
     server.close()

@@ -263,7 +263,7 @@ class Shards:
         self._place(Position(mesh, group.rank()), found.shards)
         shapes = {layout.name: layout.shape for layout in found.layouts if layout.is_cut}
         self._install(found.header, found.shards, shapes)
-        return found.label, found.is_held
+        return found.version, found.is_held
 
     def _offers(self) -> list[Offer]:
         """What this rank has in memory: its live shards, and its own copies of other steps."""
@@ -272,14 +272,14 @@ class Shards:
         if live.kind == "shards":
             header, tensors = self._train_state.header_and_tensors()
             self._live = tensors
-            label = StateVersion(live.step, live.origin)
+            version = StateVersion(live.step, live.origin)
             layouts = [self._model.layout(name, tensor) for name, tensor in tensors.items()]
             describe = lambda: (header, layouts)  # noqa: E731
-            offers.append(Offer(label, self._held_position, tensors, describe, is_live=True))
+            offers.append(Offer(version, self._held_position, tensors, describe, is_live=True))
         for copy in self._backup.finished():
-            label = StateVersion(copy.key.step, copy.origin)
+            version = StateVersion(copy.key.step, copy.origin)
             tensors, described = copy.tensors, copy.described
-            offers.append(Offer(label, copy.at, tensors, described, is_intact=copy.is_intact))
+            offers.append(Offer(version, copy.at, tensors, described, is_intact=copy.is_intact))
         return offers
 
     def _give_up(self) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ class ShardLost(Exception):
 
 
 class StateVersion(NamedTuple):
-    """A state: shards of the same label make one, whatever mesh they were cut for."""
+    """A state: shards of the same version make one, whatever mesh they were cut for."""
 
     step: int
     origin: int
@@ -55,7 +55,7 @@ class StateVersion(NamedTuple):
 class Offer:
     """Shards that this rank has in memory."""
 
-    label: StateVersion
+    version: StateVersion
     place: Position
     tensors: Mapping[str, Tensor]
     describe: Callable[[], tuple[dict[str, Any], Sequence[TensorLayout]]]
@@ -65,12 +65,12 @@ class Offer:
     """A copy has the checksums that it was made with."""
 
     def to_json(self) -> list[Any]:
-        return [*self.label, self.place.rank, *told_mesh(self.place.mesh)]
+        return [*self.version, self.place.rank, *told_mesh(self.place.mesh)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    label: StateVersion
+    version: StateVersion
     place: Position
     owner: int
     """A member's rank, or COPY."""
@@ -85,7 +85,7 @@ class _Source:
 class Gathered:
     """This rank's shards of a state."""
 
-    label: StateVersion
+    version: StateVersion
     header: dict[str, Any]
     shards: dict[str, Tensor]
     layouts: tuple[TensorLayout, ...]
@@ -135,18 +135,18 @@ class Regather:
             for index, (at, origin, rank, *told) in enumerate(of_rank["offers"]):
                 place = Position(mesh_told(self._new.parallel, told), rank)
                 self._sources.append(_Source(StateVersion(at, origin), place, owner, index))
-        newest = self._labels(limit)[:1]
+        newest = self._versions(limit)[:1]
         found = next(filter(None, map(self._try, newest)), None)
         self._ask_holders(HOLDER_S if found is None else ANSWER_S)
         if found is None:
-            found = next(filter(None, map(self._try_hard, self._labels(limit))), None)
+            found = next(filter(None, map(self._try_hard, self._versions(limit))), None)
         if found is None:
             raise ShardLost(f"up to step {limit}: {self._why}")
-        return replace(found, is_held=self._is_held(found.label))
+        return replace(found, is_held=self._is_held(found.version))
 
-    def _labels(self, limit: int) -> list[StateVersion]:
+    def _versions(self, limit: int) -> list[StateVersion]:
         """The newest first."""
-        return sorted({s.label for s in self._sources if s.label.step <= limit}, reverse=True)
+        return sorted({s.version for s in self._sources if s.version.step <= limit}, reverse=True)
 
     def _ask_holders(self, timeout_s: float) -> None:
         found: list[Any] = []
@@ -160,17 +160,17 @@ class Regather:
                 _Source(StateVersion(step, origin), place, COPY, 0, copy, size_bytes)
             )
 
-    def _try_hard(self, label: StateVersion) -> Gathered | None:
+    def _try_hard(self, version: StateVersion) -> Gathered | None:
         """Again without the copies that could not be read, as long as there are others."""
         while True:
             before = len(self._sources)
-            found = self._try(label)
+            found = self._try(version)
             if found is not None or len(self._sources) == before:
                 return found
 
-    def _try(self, label: StateVersion) -> Gathered | None:
+    def _try(self, version: StateVersion) -> Gathered | None:
         """None if some shards are nobody's, or could not be read; then without who had them."""
-        sources = [s for s in self._sources if s.label == label]
+        sources = [s for s in self._sources if s.version == version]
         knows = next((s for s in sources if not s.place.lacks), None)
         if knows is None:  # all were struck off, or have not all of their part
             return None
@@ -179,16 +179,16 @@ class Regather:
             self._sources.remove(knows)
             return None
         header, layouts = described
-        sources = [s for s in self._sources if s.label == label]
+        sources = [s for s in self._sources if s.version == version]
         held, owners = [s.place for s in sources], [s.owner for s in sources]
         try:
             plans = plan(layouts, held, self._new, owners)
         except LookupError as error:
-            self._why = f"{error} at step {label.step}, no holder either"
+            self._why = f"{error} at step {version.step}, no holder either"
             return None
         has_copies = any(owners[m.source] == COPY for moves in plans for m in moves)
         memory, freed = self._memory, None
-        if not self._needs_live(label, has_copies) and (has_copies or memory.can_reuse):
+        if not self._needs_live(version, has_copies) and (has_copies or memory.can_reuse):
             drop_shards(self._give_up(), layouts)
             memory.vacate()
         elif not has_copies:
@@ -204,25 +204,25 @@ class Regather:
         if freed is not None:
             memory = memory.beside()
         moved = moved_bytes(layouts, plans, owners)
-        return Gathered(label, header, shards, layouts, memory, moved)
+        return Gathered(version, header, shards, layouts, memory, moved)
 
-    def _needs_live(self, label: StateVersion, has_copies: bool) -> bool:
+    def _needs_live(self, version: StateVersion, has_copies: bool) -> bool:
         """Whether there are live shards that nothing else has on this rank: of the state, or of an
         earlier one, to go back to if a copy turns out damaged."""
         live = next((o for o in self._offers if o.is_live), None)
         if live is None or self._twin(live) is not live:
             return False
-        return live.label == label or (has_copies and live.label < label)
+        return live.version == version or (has_copies and live.version < version)
 
     def _twin(self, offer: Offer) -> Offer:
         """A copy on this rank that will do in its stead, or itself."""
         intact = [o for i, o in enumerate(self._offers) if i not in self._damaged]
-        same = [o for o in intact if (o.label, o.place) == (offer.label, offer.place)]
+        same = [o for o in intact if (o.version, o.place) == (offer.version, offer.place)]
         return min(same, key=lambda o: o.is_live, default=offer)
 
-    def _is_held(self, label: StateVersion) -> bool:
+    def _is_held(self, version: StateVersion) -> bool:
         """Holders have said that they have a copy of every shard."""
-        copies = {s.place for s in self._sources if s.label == label and s.owner == COPY}
+        copies = {s.place for s in self._sources if s.version == version and s.owner == COPY}
         copies = {place for place in copies if not place.lacks}
         meshes = {place.mesh for place in copies}
         return any(m.is_covered_by({p.rank for p in copies if p.mesh == m}) for m in meshes)
@@ -234,8 +234,10 @@ class Regather:
         said: Any = None
         for i, offer in enumerate(self._offers):
             self._pieces.begin()
-            if offer.label == source.label and i not in self._damaged and not offer.is_intact():
-                log.error("step=%d this rank's own copy is damaged and not used", offer.label.step)
+            if offer.version == source.version and i not in self._damaged and not offer.is_intact():
+                log.error(
+                    "step=%d this rank's own copy is damaged and not used", offer.version.step
+                )
                 self._damaged.add(i)
         self._pieces.begin()
         if self._group.rank() == speaker:
