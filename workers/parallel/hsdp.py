@@ -36,10 +36,8 @@ class ReplicaStack:
         slice_ = {"slice": like.new_empty(1).expand(size)}
         layout = FlatLayout(slice_, world_size=replicas.size())
         self._fold = TreeFold(layout, ids, num_microbatches)
-        self.begin()
 
     def begin(self) -> None:
-        self._next_id = self._ids.start
         self._fold.begin()
 
     def push(self, microbatch_id: int, leaf: Sequence[Tensor]) -> None:
@@ -48,7 +46,6 @@ class ReplicaStack:
         parts = [part.reshape(-1).to(self._device) for part in leaf]
         self._skip_to(microbatch_id)
         self._fold.add(microbatch_id, [parts[0] if len(parts) == 1 else torch.cat(parts)])
-        self._next_id = microbatch_id + 1
 
     def root(self) -> list[Tensor]:
         """The sum over all ids, flat. A collective of those who hold the same rows. Raises
@@ -58,9 +55,8 @@ class ReplicaStack:
         return [flat[: self._size]]
 
     def _skip_to(self, microbatch_id: int) -> None:
-        for absent in range(self._next_id, microbatch_id):
+        for absent in range(self._fold.next_id, microbatch_id):
             self._fold.add(absent, [None])
-        self._next_id = microbatch_id
 
 
 class InactiveReducer:
