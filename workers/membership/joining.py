@@ -41,7 +41,7 @@ class Copying:
         """records: takes what the source knows of steps that are not on record. tell: the worker's
         machine, of what has become of the state. ahead: of a part, where members hold parts."""
         self.ahead = ahead
-        self._spec, self._replica = spec, train_state
+        self._spec, self._train_state = spec, train_state
         self._vitals, self._device = vitals, device
         self._records, self._tell = records, tell
         self._following: Following | None = None
@@ -91,7 +91,7 @@ class Copying:
                 raise following.shortage
 
     def _apply(self, following: Following) -> None:
-        train_state = self._replica
+        train_state = self._train_state
         while not following.received.empty():
             said, tensors = following.received.get()
             match said:
@@ -127,7 +127,7 @@ class Copying:
                 self._following.arrived.wait(min(left_s, 0.05))
 
     def _stands_at(self, step: int, origin: int) -> bool:
-        return (self._replica.step, self._replica.origin) == (step, origin)
+        return (self._train_state.step, self._train_state.origin) == (step, origin)
 
     def catch_up_late(self, step: int, origin: int, pieces: Pieces) -> None:
         """Who lags gets the state of `step` while the others, formed already, wait for it: as long
@@ -153,10 +153,10 @@ class Copying:
                 self.apply_received()
                 return True
         is_lost = following is None or following.failure or is_late
-        if is_lost or (self._replica.step >= step and not self._is_lagging):
+        if is_lost or (self._train_state.step >= step and not self._is_lagging):
             raise PeerLost(
-                f"{worker_name(self._spec.worker)} stands at step {self._replica.step} of "
-                f"generation {self._replica.origin} and cannot reach step {step} as the others "
+                f"{worker_name(self._spec.worker)} stands at step {self._train_state.step} of "
+                f"generation {self._train_state.origin} and cannot reach step {step} as the others "
                 "have it"
             )
         return False

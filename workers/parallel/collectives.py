@@ -16,13 +16,11 @@ from elastic.protocol.errors import PeerLost
 from workers.reduction.tree import Group, Pending
 
 
-class FlatGroup(Group, Protocol):
-    """A group that exchanges flat tensors without a copy (workers/distributed/process_group.py)."""
+class DecidingGroup(Group, Protocol):
+    """One with a group to decide over (workers/distributed/process_group.py)."""
 
-    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Pending: ...
-    def all_to_all_flat(self, output: Tensor, tensor: Tensor) -> Pending: ...
     @property
-    def control(self) -> "FlatGroup": ...
+    def control(self) -> "DecidingGroup": ...
 
 
 class Collectives:
@@ -30,7 +28,7 @@ class Collectives:
 
     def __init__(
         self,
-        group: FlatGroup,
+        group: DecidingGroup,
         on_lost: Callable[[PeerLost], NoReturn],
         gathering: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:

@@ -32,7 +32,7 @@ class Initial:
         seed: int,
         whole: dict[str, Tensor] | None = None,
     ) -> None:
-        """To be made before anything has changed the replica. whole: the parameters by name, where
+        """To be made before anything has changed the state. whole: the parameters by name, where
         the model has stands on the meta device instead of them."""
         self._build_model, self._initialise, self._seed = build_model, initialise, seed
         parameters = {f"model/{name}" for name, _ in train_state.model.named_parameters()}

@@ -33,7 +33,8 @@ from workers.train_state.train_state import TrainState
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """What a worker has of the state after `step` committed steps (shards follow the replica's).
+    """What a worker has of the state after `step` committed steps. Of "shards" the training state
+    tells the step, until `Shards.note_steps`.
 
     kind: "nothing"; "initial", "checkpoint" or "copies" (in holders): by reference, all of it;
     "shards": those of `position` in the mesh of `world_size` ranks. origin: the generation that
