@@ -1,18 +1,19 @@
 """Elastic PyTorch training on Ray clusters whose machines come and go. See README.md.
 
-Importing this loads neither ray nor torch; they come when something runs.
+Importing this loads nothing else: each name comes when it is first asked for, and a process that
+wants a part of the package pays for that part.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from elastic.config import Checkpointing, FaultPolicy, Resources, RunConfig
-from elastic.protocol.errors import StepCancelled, WrongInput
-from elastic.protocol.mesh import Parallel
-from elastic.workload import Workload
 
 if TYPE_CHECKING:
     from elastic import checkpoint, data
+    from elastic.config import Checkpointing, FaultPolicy, Resources, RunConfig
     from elastic.driver.launch import Result, RunFailed, run
+    from elastic.protocol.errors import StepCancelled, WrongInput
+    from elastic.protocol.mesh import Parallel
+    from elastic.workload import Workload
 
 __all__ = [
     "Checkpointing",
@@ -31,21 +32,25 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+_MODULES = {
+    "elastic.config": ("Checkpointing", "FaultPolicy", "Resources", "RunConfig"),
+    "elastic.driver.launch": ("Result", "RunFailed", "run"),
+    "elastic.protocol.errors": ("StepCancelled", "WrongInput"),
+    "elastic.protocol.mesh": ("Parallel",),
+    "elastic.workload": ("Workload",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "data":  # pyarrow loads here
-        import importlib
+    if name in ("checkpoint", "data"):
+        return import_module(f"elastic.{name}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'elastic' has no attribute {name!r}")
+    found = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = found
+    return found
 
-        return importlib.import_module("elastic.data")
-    if name in ("Result", "RunFailed", "run"):
-        import importlib
 
-        module = importlib.import_module("elastic.driver.launch")
-        found = {n: getattr(module, n) for n in ("Result", "RunFailed", "run")}
-        globals().update(found)
-        return found[name]
-    if name == "checkpoint":
-        import importlib
-
-        return importlib.import_module("elastic.checkpoint")
-    raise AttributeError(f"module 'elastic' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
