@@ -72,7 +72,7 @@ unit: $(INSTALLED) ## the tests that start no Ray
 	  -n 4 --dist worksteal --durations 10 -rsfE --disable-warnings
 
 patient: $(INSTALLED)
-	$(call aside,15) $(BIN)/pytest $(PATIENT) -m "not slow" --timeout 1800 --durations 10 -rsfE --disable-warnings
+	$(call aside,15) $(BIN)/pytest $(PATIENT) -m "not slow" -n 2 --dist worksteal --timeout 1800 --durations 10 -rsfE --disable-warnings
 
 cluster: $(INSTALLED) ## the tests that start Ray
 	$(BIN)/pytest tests/cluster -m "not slow" -n 4 --timeout 600 --durations 10 -rsfE --disable-warnings
