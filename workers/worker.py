@@ -58,6 +58,7 @@ from workers.membership.state_stream import PeerServer
 from workers.membership.unwinding import RolledBack, RunEnded
 from workers.parallel.build import build_strategy
 from workers.parallel.strategy import Strategy
+from workers.resharding.host_memory import keep_freed
 from workers.session import Session
 from workers.step.randomness import seed_microbatch
 from workers.step.vote import check_loss, weight_of
@@ -250,6 +251,8 @@ class Worker:
         on_stall = partial(self._vitals.enter, "feed")
         self._loader = Supply(workload, spec, self._around.open_feed, on_stall, loader)
         device = self._device = gpu.prepare(spec)
+        if device.type == "cpu":
+            keep_freed()
         self._gpu_name = gpu.name_of(device)
         preflight.check(device, self._gpu_name, spec.host)
         if spec.has_checkpoints:

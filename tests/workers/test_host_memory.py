@@ -1,12 +1,16 @@
 """Memory that the shards of one generation leave to those of the next."""
 
+import ctypes
 import mmap
+import resource
 
+import pytest
 import torch
 
 from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh, Parallel
-from workers.resharding.host_memory import HostMemory
+from tests.workers.forking import forking
+from workers.resharding.host_memory import HostMemory, give_back, keep_freed
 
 ROWS = (("dp_shard", 0),)
 LAYOUTS = [
@@ -96,3 +100,34 @@ def test_a_parameters_rows_have_room_for_fsdps_padding():
         "model/w": (1, 36),
         "m": (1, 12),
     }
+
+
+def faults_of_a_step():
+    """Page faults of tensors that a step makes and drops."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    gradients = [torch.ones(1 << 20) for _ in range(8)]
+    del gradients
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def count_faults(sender):
+    for option in (-1, -3):  # as a process begins: what this one's server has freed has moved them
+        ctypes.CDLL(None).mallopt(option, 128 << 10)
+    without = [faults_of_a_step() for _ in range(3)][-1]
+    keep_freed()
+    kept = [faults_of_a_step() for _ in range(3)][-1]
+    give_back()
+    sender.send((without, kept, faults_of_a_step()))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="a C library of its own kind")
+def test_a_step_takes_the_memory_of_the_one_before_once_freed_memory_is_kept():
+    receiver, sender = forking().Pipe(duplex=False)
+    process = forking().Process(target=count_faults, args=(sender,), daemon=True)
+    process.start()
+    without, kept, given_back = receiver.recv()
+    process.join(60)
+    pages = 8 * (4 << 20) // mmap.PAGESIZE
+    assert without > pages / 4  # huge ones may be among them
+    assert kept < pages / 10
+    assert given_back > pages / 4

@@ -20,6 +20,8 @@ from workers.train_state.snapshot import aligned
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux: address space only, until it is written to. (Python knows its name since 3.13.)"""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""glibc's numbers for what `mallopt` sets."""
 
 
 class HostMemory(PlainMemory):
@@ -92,6 +94,16 @@ class HostMemory(PlainMemory):
 
 def memory_on(device: torch.device) -> ShardMemory:
     return HostMemory() if device.type == "cpu" else PlainMemory(device)
+
+
+def keep_freed() -> None:
+    """From now on this process keeps what it frees, for its next step, where the C library can do
+    that (glibc, of up to 32 MiB at a time): else gradients are new pages in each step. `give_back`
+    gives it to the system."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_MMAP_THRESHOLD, 32 << 20)
+        set_option(_TRIM_THRESHOLD, -1)
 
 
 def give_back() -> None:
