@@ -11,7 +11,7 @@ from elastic.control.events import Committed
 from elastic.control.state import Decision, Running
 from elastic.control.transition import start
 from elastic.controller import recorder as recorder_file
-from elastic.controller.status import stage_text
+from elastic.controller.status import stage_text, stages_of
 from elastic.protocol.membership import Membership
 from elastic.protocol.messages.to_controller import Planned, ScriptLevel, Stage
 from tests.test_recorder import close, recorder, settled
@@ -65,6 +65,10 @@ def test_a_members_stage_is_told_by_the_layout_of_its_generation(tmp_path: Path)
     assert stage_text(two, decision, 4) == (
         "; it has stage 0 of pipeline 1, blocks 0 to 0 and 3 to 4"
     )
+    assert stages_of(two, decision) == two.stages
+    assert [stages_of(SECOND, decision), stages_of(None, decision), stages_of(two, None)] == [
+        ()
+    ] * 3
     nothing = [(two, decision, 2), (FIRST, decision, 7), (SECOND, decision, 4)]
     nothing += [(None, decision, 4), (FIRST, None, 4)]
     assert [stage_text(*of) for of in nothing] == [""] * len(nothing)

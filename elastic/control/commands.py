@@ -28,12 +28,10 @@ class Sync:
     source: int
     members: tuple[int, ...] = ()
     """Of a model in stages: those who train, by rank; the worker copies its part from several."""
-    order: tuple[int, ...] = ()
-    """Of theirs, as `Form.order`."""
-    rank: int = 0
-    """Of the worker in the generation that is likely to come next, ..."""
-    world_size: int = 1
+    next_members: tuple[int, ...] = ()
+    """Of the generation that is likely to come next, with this worker, by rank, ..."""
     next_order: tuple[int, ...] = ()
+    """... and its `Form.order`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,8 @@ class Form:
     then_pause: bool = False
     """Pause at the next boundary (newcomers wait there while survivors finish an evaluation)."""
     order: tuple[int, ...] = ()
-    """Of each rank its position in the mesh; empty: its rank."""
+    """Of each rank its position in the mesh; empty: its rank. Of a model in stages it decides
+    between members that have nothing: elastic/protocol/rank_order.py."""
     origin: int = 0
     """The generation that computed `step`."""
 

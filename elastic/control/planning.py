@@ -83,7 +83,8 @@ def plan(parallel: Parallel, workers: Sequence[int], nodes: Nodes) -> Plan:
 
     Whole replicas lie inside of nodes as far as possible, in the order of the first rank of each
     node, then what shares a layer. What is left of the nodes lies across them, or stands by. Of a
-    pipeline whoever is on one node are neighbours: how deep it is, workers know alone.
+    pipeline whoever is on one node are neighbours. How deep it is, and who has which blocks, the
+    members know alone: from this order they make theirs (elastic/protocol/rank_order.py).
     """
     mesh = Mesh(parallel, len(workers))
     if not wants_nodes(parallel):

@@ -147,16 +147,12 @@ def copying_ahead(decision: Decision, phase: Running, at: float, limits: Limits)
     staying = tuple(w for w in members if w not in ledger.leaving)
     coming = (ledger.synced | ledger.syncing) - ledger.leaving
     workers = (*staying, *first(coming, limits.max_workers - len(staying)))
-    order = plan(limits.parallel, members, ledger.nodes).order
     next_order = plan(limits.parallel, workers, ledger.nodes).order
 
     def with_plan(command: Command) -> Command:
         if not isinstance(command, Sync) or command.worker not in workers:
             return command
-        rank, size = workers.index(command.worker), len(workers)
-        return replace(
-            command, members=members, order=order, rank=rank, world_size=size, next_order=next_order
-        )
+        return replace(command, members=members, next_members=workers, next_order=next_order)
 
     copying = replace(phase, copying_since=phase.copying_since or at)
     return decision._replace(phase=copying, commands=tuple(map(with_plan, decision.commands)))

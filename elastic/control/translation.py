@@ -5,6 +5,7 @@ The events are in events.py, the commands in commands.py; messages are elastic/p
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 from elastic.control import commands as c
@@ -76,15 +77,25 @@ def event_of(worker: int, report: Eventful, at: float) -> e.Event:  # noqa: C901
             return e.StillSaving(generation, rank, at)
 
 
-def copying(command: c.Sync, addresses: Mapping[int, tuple[str, int] | None]) -> t.Sync:
-    """addresses: of each worker that is there, where it may be followed."""
-    return t.Sync(
-        source=command.source,
-        address=addresses.get(command.source),
+def copying(
+    command: c.Sync,
+    addresses: Mapping[int, tuple[str, int] | None],
+    nodes: Mapping[int, str],
+    stages: tuple[r.Stage | None, ...],
+) -> t.Sync:
+    """addresses, nodes: of each worker that is there, where it may be followed, and its node.
+    stages: of the members, by rank, if they have said them."""
+    ranks = {worker: rank for rank, worker in enumerate(command.members)}
+    told = t.Sync(source=command.source, address=addresses.get(command.source))
+    if not command.members:
+        return told
+    return replace(
+        told,
         members=tuple(addresses.get(worker) for worker in command.members),
-        order=command.order,
-        rank=command.rank,
-        world_size=command.world_size,
+        stages=stages,
+        rank=command.next_members.index(command.worker),
+        next_ranks=tuple(ranks.get(worker, -1) for worker in command.next_members),
+        next_nodes=tuple(nodes.get(worker, "") for worker in command.next_members),
         next_order=command.next_order,
     )
 

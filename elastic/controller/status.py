@@ -12,7 +12,7 @@ from elastic.control.accounting import Account
 from elastic.control.state import Active, Decision, Finished, Waiting
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name
-from elastic.protocol.messages.to_controller import Planned, ScriptLevel
+from elastic.protocol.messages.to_controller import Planned, ScriptLevel, Stage
 from elastic.store.claim import this_machine
 
 RECOVERIES_SHOWN = 3
@@ -96,14 +96,22 @@ def _stage_of(planned: Planned | None, rank: int | None) -> dict[str, Any]:
     return {"mesh": {"dp": stage.pipeline, "pp": stage.stage}, "blocks": list(stage.blocks)}
 
 
+def stages_of(planned: Planned | None, decision: Decision | None) -> tuple[Stage | None, ...]:
+    """Of the members, by rank, as they have said; empty if their generation has not."""
+    phase = None if decision is None else decision.phase
+    if planned is None or not isinstance(phase, Active):
+        return ()
+    return planned.stages if planned.generation == phase.membership.generation else ()
+
+
 def stage_text(planned: Planned | None, decision: Decision | None, worker: int) -> str:
     """A member's place in a pipeline, to be added to why it is lost; empty if it has none."""
+    stages = stages_of(planned, decision)
     phase = None if decision is None else decision.phase
-    if planned is None or not isinstance(phase, Active) or worker not in phase.membership.workers:
+    if not stages or not isinstance(phase, Active) or worker not in phase.membership.workers:
         return ""
-    membership = phase.membership
-    stage = planned.stages[membership.workers.index(worker)]
-    if planned.generation != membership.generation or stage is None:
+    stage = stages[phase.membership.workers.index(worker)]
+    if stage is None:
         return ""
     pairs = zip(stage.blocks[::2], stage.blocks[1::2], strict=True)
     blocks = " and ".join(f"{first} to {end - 1}" for first, end in pairs)

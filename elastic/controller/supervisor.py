@@ -25,7 +25,14 @@ from elastic.controller.publisher import Publisher
 from elastic.controller.recorder import Recorder
 from elastic.controller.roll_call import RollCall
 from elastic.controller.settings import limits_of, worker_spec
-from elastic.controller.status import meters_of, result_of, stage_text, status_of, what_is_lost
+from elastic.controller.status import (
+    meters_of,
+    result_of,
+    stage_text,
+    stages_of,
+    status_of,
+    what_is_lost,
+)
 from elastic.controller.stragglers import Stragglers
 from elastic.on_ray import actors, naming
 from elastic.on_ray.cluster import RayCluster
@@ -47,6 +54,7 @@ from elastic.protocol.messages.to_controller import (
     ScriptLevel,
     ScriptMove,
     ScriptSteps,
+    Stage,
 )
 from elastic.protocol.messages.to_worker import SaveConcluded
 from elastic.protocol.timeouts import UNLIMITED_S, timeouts_of
@@ -278,6 +286,10 @@ class Supervisor:
     def stage_of(self, worker: int) -> str:
         """A member's place in a pipeline, to be added to why it is lost; empty if it has none."""
         return stage_text(self.record.planned, self.decision, worker)
+
+    def members_stages(self) -> tuple[Stage | None, ...]:
+        """Of the members, by rank; empty if they have no pipeline, or have not said it."""
+        return stages_of(self.record.planned, self.decision)
 
     def spec_of(self, worker: int) -> WorkerSpec:
         return worker_spec(

@@ -130,11 +130,15 @@ class RayCluster:
         self.links.send(worker, t.Load(self.host.record.place, self.recorded_step))
 
     def _sync(self, command: c.Sync) -> None:
-        slots = {w: self.workers.get(w) for w in (command.source, *command.members)}
-        addresses = {w: slot.peer_address for w, slot in slots.items() if slot is not None}
+        of_next = (*command.members, *command.next_members)
+        slots = {w: s for w in (command.source, *of_next) if (s := self.workers.get(w))}
+        addresses = {w: slot.peer_address for w, slot in slots.items()}
+        nodes = {w: slot.node_id for w, slot in slots.items()}
         if command.worker in self.workers:  # its loss may wait among the events
             self.workers[command.worker].state = "syncing"
-        self.links.send(command.worker, copying(command, addresses))
+        self.links.send(
+            command.worker, copying(command, addresses, nodes, self.host.members_stages())
+        )
 
     def _interrupt(self, command: c.Pause | c.Checkpoint | c.Keep | c.Abort | c.Recall) -> None:
         membership, generation = command.membership, command.membership.generation

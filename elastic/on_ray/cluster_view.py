@@ -16,7 +16,13 @@ from elastic.control.detection.patience import Costly, PhaseOfStep
 from elastic.on_ray.backup.servers import BackupServers
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.slots import Slot
-from elastic.protocol.messages.to_controller import Fingerprint, OfScript, PartSaved, Planned
+from elastic.protocol.messages.to_controller import (
+    Fingerprint,
+    OfScript,
+    PartSaved,
+    Planned,
+    Stage,
+)
 from elastic.protocol.step_record import AppliedRecord, StepRecord
 from elastic.store.catalogue import Damage
 
@@ -77,6 +83,8 @@ class Host(Protocol):
     def costly(self) -> tuple[Costly, ...]: ...
 
     def stage_of(self, worker: int) -> str: ...
+
+    def members_stages(self) -> tuple[Stage | None, ...]: ...
 
 
 class ClusterView(Protocol):

@@ -132,6 +132,22 @@ class PipelinePlan:
         """That a position holds and computes; none if it is inactive."""
         return tuple(block for stage in self.stages(position) for block in stage)
 
+    def places(self) -> list[tuple[int, ...]]:
+        """`blocks` of all positions."""
+        known: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        found: list[tuple[int, ...]] = []
+        for pipeline in self.pipelines:
+            if pipeline.cuts not in known:
+                of_stages = [pipeline.blocks(stage) for stage in range(pipeline.num_stages)]
+                known[pipeline.cuts] = [
+                    tuple(
+                        block for stage in pipeline.stages_at(place) for block in of_stages[stage]
+                    )
+                    for place in range(pipeline.depth)
+                ]
+            found += known[pipeline.cuts]
+        return found + [()] * (self.num_ranks - len(found))
+
     def ids(self, position: int) -> range:
         """The micro-batches that a position computes its part of."""
         seat = self.seat(position)

@@ -18,8 +18,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.protocol.pipeline import plan_pipeline
+from elastic.protocol.pipeline import PipelinePlan, plan_pipeline
+from elastic.protocol.rank_order import Holding, order_ranks
 from elastic.protocol.schedule import SCHEDULES
 from tests.bench.harness import (
     POLL_S,
@@ -235,13 +237,53 @@ def median_ms(run: Callable[[], Any]) -> float:
 
 
 def cost_of_a_plan() -> dict[str, str]:
+    """Of 10,000 ranks: a plan, and with it their order, where one is lost, or half are newcomers; on
+    nodes of eight, and where all are on one."""
     dice = random.Random(0)
     costs = tuple(dice.randint(10**9, 10**12) for _ in range(200))
-    found: list[str] = []
+    sizes = {(block,): cost // 1000 for block, cost in enumerate(costs)}
+    found: dict[str, list[str]] = {}
+
+    def note(name: str, wanted: int, run: Callable[[], Any]) -> None:
+        found.setdefault(name, []).append(f"pp:{wanted} {median_ms(run):.1f} ms")
+
     for wanted in (2, 4, 8, 16):
-        took = median_ms(lambda w=wanted: plan_pipeline(w, 10_000, costs, 20_000))
-        found.append(f"pp:{wanted} {took:.1f} ms")
-    return {"plan of 10,000 ranks, 200 blocks": ", ".join(found)}
+        make = partial(plan_pipeline, wanted, costs=costs, num_microbatches=20_000)
+        note("plan of 10,000 ranks, 200 blocks", wanted, partial(make, 10_000))
+        for before, after, per_node in ((10_000, 9_999, 8), (5_000, 10_000, 8), (10_000, 9_999, 0)):
+            ranks = changed(make(before), after, per_node or before)
+            both = lambda n=after, r=ranks, plan=make: order_ranks(plan(n), r, sizes)  # noqa: E731
+            where = f"{per_node} on a node" if per_node else "on one node"
+            note(f"plan and order, {before:,} ranks become {after:,}, {where}", wanted, both)
+    return {name: ", ".join(of_each) for name, of_each in found.items()} | moved_shares()
+
+
+def changed(old: PipelinePlan, after: int, per_node: int = 1000, lost: int = 0) -> list[Holding]:
+    """What `after` ranks have: those from the `lost` one on are gone, or newcomers are behind."""
+    places = old.places()
+    ranks = [Holding(str(at // per_node), places[at], at) for at in range(old.num_ranks)]
+    del ranks[lost : lost + max(0, old.num_ranks - after)]
+    return ranks + [Holding(str(at // per_node)) for at in range(len(ranks), after)]
+
+
+def moved_shares() -> dict[str, str]:
+    """Of the state, on one node, of twelve equal blocks and 16 micro-batches."""
+    sizes, results = {(block,): 1 for block in range(12)}, dict[str, str]()
+    cases = [(2, 8, 7, lost) for lost in (0, 3, 7)] + [(4, 4, 3, 1), (4, 3, 4, 0)]
+    for depth, before, after, lost in cases:
+        old, plan = (plan_pipeline(depth, size, (1,) * 12, 16) for size in (before, after))
+        ranks, places = changed(old, after, lost=lost), plan.places()
+
+        def share(order: Sequence[int], ranks: Any = ranks, places: Any = places) -> str:
+            pairs = zip(ranks, order, strict=True)
+            return f"{sum(len({*places[at]} - {*has.blocks}) for has, at in pairs) / 12:.2f}"
+
+        what = (
+            f"rank {lost} of {before} lost" if after < before else f"{before} ranks and a new one"
+        )
+        found = share(order_ranks(plan, ranks, sizes))
+        results[f"pp:{depth}, {what}: moved"] = f"{found} of the state, {plain} in rank order"
+    return results
 
 
 def main() -> int:

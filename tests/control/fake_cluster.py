@@ -108,7 +108,7 @@ class FakeCluster:
                 self.tell(worker, t.Load("/run", self.recorded))
             case c.Sync(worker):
                 there = {number: ("w", number) for number, w in self.workers.items() if w.is_up}
-                self.tell(worker, copying(command, there))
+                self.tell(worker, copying(command, there, {}, ()))
             case c.Form():
                 self.form(command)
             case c.Publish() | c.Discard():

@@ -113,7 +113,7 @@ class Newcomer:
             spec("pp:2"), part, Vitals(), CPU, self.told.append, max_waiting_bytes
         )
         addresses = tuple(source.peers.address for source in sources)
-        sync = Sync(0, None, members=addresses, rank=NEWCOMER, world_size=3)
+        sync = Sync(0, None, members=addresses, rank=NEWCOMER)
         assert self.copying.start(sync, lambda: None) is None
 
     def look_until(self, is_so: Callable[[], bool]) -> None:

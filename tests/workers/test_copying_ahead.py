@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from elastic.protocol.errors import PeerLost, StepCancelled
+from elastic.protocol.messages.to_controller import Stage
 from elastic.protocol.messages.to_worker import Sync
 from elastic.protocol.step_record import KnownSteps
 from tests.workers import where
@@ -32,6 +33,8 @@ from workers.train_state.train_state import Update
 CASE, STEPS, BEFORE = "llama, tied", 7, 4
 NEWCOMER, MEMBERS = 3, [0, 1, 2]
 """Of one pipeline, and with the newcomer of two."""
+STAGES = (Stage(0, 0, (0, 1)), Stage(0, 1, (1, 3)), Stage(0, 2, (3, 4)))
+"""Theirs."""
 DEADLINE_S = 120.0
 NEVER = lambda: False  # noqa: E731
 
@@ -102,7 +105,8 @@ def followed(strategy: Any) -> set[int]:
 
 def sync_of(ports: dict[int, int]) -> Sync:
     addresses = tuple(("127.0.0.1", ports[r]) if r in ports else None for r in MEMBERS)
-    return Sync(0, None, members=addresses, rank=NEWCOMER, world_size=len(MEMBERS) + 1)
+    ranks, nodes = (*MEMBERS, -1), ("",) * (len(MEMBERS) + 1)
+    return Sync(0, None, addresses, STAGES, NEWCOMER, next_ranks=ranks, next_nodes=nodes)
 
 
 class Newcomer:

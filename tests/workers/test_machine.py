@@ -299,7 +299,7 @@ def test_parts_are_put_together_by_the_members_and_may_be_of_an_earlier_step():
 
 def test_a_part_that_is_copied_ahead_holds_nobody_up():
     """It is worth waiting for as long as it may come; what it is of, the members find out."""
-    sync = Sync(0, None, members=(("h", 1),), rank=1, world_size=2)
+    sync = Sync(0, None, members=(("h", 1),), rank=1)
     state, actions = play(State(is_whole=False), *obeyed(sync))
     assert actions == [a.StopCopy(), a.ForgetState(), a.CopyAhead(sync)]
     assert state.kind == "syncing"

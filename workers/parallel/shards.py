@@ -154,6 +154,13 @@ class Shards:
         held = self.holding
         return Position(Mesh(self._spec.parallel, held.world_size, (), held.cuts), held.position)
 
+    @property
+    def at_hand(self) -> Position | None:
+        """What this rank has in memory: its shards, or else its newest copy of such."""
+        if self.holding.kind == "shards":
+            return self._held_position
+        return next((copy.at for copy in self._backup.finished()), None)
+
     def forget(self) -> None:
         """Copies that could not be read, although holders said that they had them, are not trusted
         again."""

@@ -46,7 +46,8 @@ class Formed:
     gathering: Callable[[], AbstractContextManager[None]]
     """Entered while this rank waits for its peers in the middle of a forward or backward."""
     order: tuple[int, ...] = ()
-    """Of each rank its position in the mesh, as the controller has planned it; empty: its rank."""
+    """Of each rank its position in the mesh, as the controller has planned it; empty: its rank. Of
+    a model in stages it decides between ranks that have nothing."""
     on_connected: Callable[[], None] = lambda: None
     """All groups of all ranks have formed, and the work begins."""
     say: Callable[[Planned], object] = lambda said: None

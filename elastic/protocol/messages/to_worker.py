@@ -5,7 +5,7 @@ from typing import TypeAlias, get_args
 
 from elastic.protocol.messages.direction import Direction
 from elastic.protocol.messages.hello import Leave
-from elastic.protocol.messages.to_controller import Evaluation
+from elastic.protocol.messages.to_controller import Evaluation, Stage
 from elastic.protocol.step_record import NONE_APPLIED, AppliedRecord, VoteHead
 
 StoreAddress: TypeAlias = tuple[str, int, str]
@@ -31,12 +31,14 @@ class Sync:
     members: tuple[tuple[str, int] | None, ...] = ()
     """Of a model in stages: the addresses of those who train, by rank. Empty: nobody does, or each
     member has all of the state."""
-    order: tuple[int, ...] = ()
-    """Of theirs, as `Form.order`."""
+    stages: tuple[Stage | None, ...] = ()
+    """What each of them has, as they said; empty: they have not."""
     rank: int = 0
     """What this worker is likely to be in the next generation."""
-    world_size: int = 1
-    """So many ranks the next generation is likely to have."""
+    next_ranks: tuple[int, ...] = ()
+    """By rank of the next generation: the rank among `members`, or -1 for a newcomer."""
+    next_nodes: tuple[str, ...] = ()
+    """By rank of the next generation: the node."""
     next_order: tuple[int, ...] = ()
     """The order that the next generation is likely to have, as `Form.order`."""
 
@@ -91,7 +93,8 @@ class Form:
     """The newest that its members know of."""
     holders: tuple[tuple[str, str, int], ...]
     order: tuple[int, ...] = ()
-    """Of each rank its position in the mesh; empty: its rank."""
+    """Of each rank its position in the mesh; empty: its rank. Of a model in stages it decides
+    between those who have nothing: elastic/protocol/rank_order.py."""
     origin: int = 0
     """The generation that computed `step`: another one's state of it is another state."""
     payload: bytes = b""
@@ -159,5 +162,5 @@ OfGeneration: TypeAlias = Form | Pause | Checkpoint | Keep | Abort | Recall | Fi
 ToWorker: TypeAlias = Command | SaveConcluded | Word | Leave
 
 TO_WORKER: Direction[ToWorker] = Direction(
-    *get_args(ToWorker), parts=(AppliedRecord, Evaluation, VoteHead)
+    *get_args(ToWorker), parts=(AppliedRecord, Evaluation, Stage, VoteHead)
 )

@@ -4,7 +4,7 @@ loss cuts the blocks anew, and gets what it lacks from those who have it.
 How a worker gets its part is workers/parallel/shards.py's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages.to_controller import Planned, Stage
 from elastic.protocol.messages.to_worker import Sync
 from elastic.protocol.pipeline import PipelinePlan, Seat, Stages, plan_pipeline
+from elastic.protocol.rank_order import Holding, order_ranks
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.backup.backup import Backup
 from workers.data.loader import AnyLoader
@@ -160,9 +161,11 @@ class Staged(OverShards):
         `formed.step` steps that is whole."""
         group, parallel = formed.group, self._spec.parallel
         self.reset()
-        plan = self._plan_together(group)
-        mesh = self.mesh = StagedMesh(parallel, group.size(), formed.order, plan.cuts, plan)
         self.shards.note_steps()
+        plan = self._plan_together(group)
+        ranks = self._holdings(group)
+        order = order_ranks(plan, ranks, self._sizes(), formed.order)
+        mesh = self.mesh = StagedMesh(parallel, group.size(), order, plan.cuts, plan)
         entered = self.take_part(formed, self.claims(formed))
         self._on_lost = when_lost(formed)
         if group.rank() == 0:
@@ -175,38 +178,57 @@ class Staged(OverShards):
             self._rows = SharedRows(
                 self._parts, mesh, self._groups, self._on_lost, formed.gathering
             )
-        return replace(entered, doubled=self._doubled(group))
+        return replace(entered, doubled=self._doubled([of_rank.node for of_rank in ranks]))
 
     def _sources(self, sync: Sync) -> Sources | None:
         """Whose blocks this worker, a newcomer, copies ahead."""
         chain, parallel = self.chain, self._spec.parallel
-        if chain is None or parallel.cuts_tensors:
+        if chain is None or parallel.cuts_tensors or not sync.stages:
             return None  # where rows are shared a newcomer changes everybody's
-        count, schedule = self._spec.num_microbatches, parallel.schedule
-
-        def mesh_of(size: int, order: tuple[int, ...]) -> Mesh:
-            plan = plan_pipeline(self._depth, size, chain.costs, count, schedule)
-            return Mesh(parallel, size, order, plan.cuts)
-
-        now = mesh_of(len(sync.members), sync.order)
-        then = mesh_of(sync.world_size, sync.next_order)
+        count, schedule, size = self._spec.num_microbatches, parallel.schedule, len(sync.next_ranks)
+        plan = plan_pipeline(self._depth, size, chain.costs, count, schedule)
+        now = holdings_of(sync.stages)
+        ranks = [
+            replace(now[rank] if rank >= 0 else Holding(), node=node)
+            for rank, node in zip(sync.next_ranks, sync.next_nodes, strict=True)
+        ]
+        order = order_ranks(plan, ranks, self._sizes(), sync.next_order)
+        then = Mesh(parallel, size, order, plan.cuts)
         mine, found = set(then.blocks(sync.rank)), dict[int, list[tuple[int, ...]]]()
         for blocks in sorted(set(chain.uses.values())):
             if mine.isdisjoint(blocks):
                 continue
-            ranks = now.ranks_with_blocks(blocks)
-            chosen = next((r for r in ranks if r in found), ranks[sync.rank % len(ranks)])
+            givers = [r for r, has in enumerate(now) if not set(blocks).isdisjoint(has.blocks)]
+            chosen = next((r for r in givers if r in found), givers[sync.rank % len(givers)])
             found.setdefault(chosen, []).append(blocks)
         if not found:
             return None
         return Sources(then, sync.rank, {rank: tuple(of) for rank, of in found.items()})
 
-    def _doubled(self, group: AnyGroup) -> BlockSets:
-        """The blocks of tensors that live on two nodes. A collective."""
+    def _sizes(self) -> dict[tuple[int, ...], int]:
+        """Bytes of the parameters that the same blocks need; the optimizer's state is as much again
+        for each, or twice as much."""
+        found: dict[tuple[int, ...], int] = {}
+        for name, blocks in sorted(self._known_chain.uses.items()):
+            whole = self._parts.whole[name]
+            found[blocks] = found.get(blocks, 0) + (whole.nbytes if whole.dim() else 0)
+        return found
+
+    def _holdings(self, group: AnyGroup) -> list[Holding]:
+        """What each rank has, by rank. A collective."""
+        at, mine = self.shards.at_hand, Holding(self._spec.node)
+        if at is not None:
+            blocks = tuple(b for b in at.mesh.blocks(at.rank) if (b,) not in at.lacks)
+            mine = Holding(self._spec.node, blocks, at.mesh.position(at.rank))
+        said = gather_json(group, [mine.node, mine.blocks, mine.position])
+        return [Holding(node, tuple(blocks), position) for node, blocks, position in said]
+
+    def _doubled(self, of_ranks: Sequence[str]) -> BlockSets:
+        """The blocks of tensors that live on two nodes. of_ranks: their nodes."""
         if self._spec.parallel.cuts_tensors:
             return ()  # each row is one rank's
         nodes: dict[int, set[str]] = {}
-        for rank, node in enumerate(gather_json(group, self._spec.node)):
+        for rank, node in enumerate(of_ranks):
             for block in self.mesh.blocks(rank):
                 nodes.setdefault(block, set()).add(node)
         used = sorted(set(self._known_chain.uses.values()))
@@ -375,6 +397,21 @@ class Staged(OverShards):
     def reset(self) -> None:
         if self._rows is not None:
             self._rows.release()
+
+
+def holdings_of(stages: Sequence[Stage | None]) -> list[Holding]:
+    """Of the members of a generation, by rank, who have said their places."""
+    seats = sorted((s.pipeline, s.stage) for s in stages if s is not None)
+    positions = {seat: position for position, seat in enumerate(seats)}
+    found: list[Holding] = []
+    for stage in stages:
+        if stage is None:
+            found.append(Holding())
+            continue
+        borders = zip(stage.blocks[::2], stage.blocks[1::2], strict=True)
+        blocks = tuple(block for first, end in borders for block in range(first, end))
+        found.append(Holding("", blocks, positions[stage.pipeline, stage.stage]))
+    return found
 
 
 def build_staged(
