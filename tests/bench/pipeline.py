@@ -237,8 +237,8 @@ def median_ms(run: Callable[[], Any]) -> float:
 
 
 def cost_of_a_plan() -> dict[str, str]:
-    """Of 10,000 ranks: a plan, and with it their order, where one is lost, or half are newcomers; on
-    nodes of eight, and where all are on one."""
+    """Of 10,000 ranks: a plan, and with it their order, where one is lost, or half are newcomers;
+    on nodes of eight, and where all are on one."""
     dice = random.Random(0)
     costs = tuple(dice.randint(10**9, 10**12) for _ in range(200))
     sizes = {(block,): cost // 1000 for block, cost in enumerate(costs)}
@@ -278,10 +278,8 @@ def moved_shares() -> dict[str, str]:
             pairs = zip(ranks, order, strict=True)
             return f"{sum(len({*places[at]} - {*has.blocks}) for has, at in pairs) / 12:.2f}"
 
-        what = (
-            f"rank {lost} of {before} lost" if after < before else f"{before} ranks and a new one"
-        )
-        found = share(order_ranks(plan, ranks, sizes))
+        what = f"rank {lost} of {before} lost" if after < before else f"one joins {before} ranks"
+        found, plain = share(order_ranks(plan, ranks, sizes)), share(range(after))
         results[f"pp:{depth}, {what}: moved"] = f"{found} of the state, {plain} in rank order"
     return results
 
