@@ -30,6 +30,8 @@ class Holding:
     """Whose state it has in memory."""
     position: int = 0
     """Where it has that: of those who have the same the order stays."""
+    step: int = 0
+    """Of that state."""
 
 
 def order_ranks(
@@ -46,6 +48,9 @@ def order_ranks(
     sizes: of what the same blocks need. before: of each rank its place among those that have
     nothing; empty: its rank.
     """
+    newest = max((has.step for has in ranks if has.blocks), default=0)
+    # One step behind are those whose step was cut off: the others may have to go back to it.
+    ranks = [has if has.step >= newest - 1 else Holding(has.node) for has in ranks]
     before = before or range(len(ranks))
     in_order = sorted(
         range(len(ranks)),

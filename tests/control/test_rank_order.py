@@ -147,6 +147,15 @@ def test_ranks_that_have_nothing_take_what_is_left_in_the_order_that_is_given():
     assert order_ranks(plan, ranks, EVEN) == (2, 1, 3, 0)
 
 
+def test_a_state_of_an_earlier_step_is_nothing_to_stay_for():
+    """But for the step that was cut off, of which some have seen the end."""
+    plan = plan_pipeline(2, 4, (1,) * 12, 24)
+    first, last = plan.blocks(0), plan.blocks(1)
+    ranks = [Holding("", first, 0, 6), Holding("", last, 1, 7), Holding("", last, 3, 7)]
+    assert order_ranks(plan, [*ranks, Holding("", last, 1, 5)], EVEN) == (0, 1, 3, 2)
+    assert order_ranks(plan, [Holding("", last, 1, 5), *ranks], EVEN) == (2, 0, 1, 3)
+
+
 def test_who_has_nothing_stands_by_before_who_has_something():
     plan = plan_pipeline(2, 4, (1,) * 12, 1)
     assert plan.num_active == 2

@@ -4,12 +4,15 @@ other strategy and back."""
 from collections.abc import Sequence
 from functools import partial
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.layout import Position
+from elastic.protocol.mesh import Mesh, Parallel
 from tests.workers import where
 from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.sharded_rig import catalogue_in, enter, save_part, sha256
@@ -103,6 +106,18 @@ def test_what_nobody_has_moves_and_the_rest_stays(lost: int):
     by_rank = [by_position for _, by_position in results]
     orders = permutations(range(3))
     assert moved == min(sum(by_rank[r][at] for r, at in enumerate(o)) for o in orders) > 0
+
+
+def test_a_rank_whose_shards_were_given_up_has_its_newest_copy():
+    """As where a generation failed while its members moved what they have."""
+    mesh, copies = Mesh(Parallel.of("pp:2"), 2, (), ((0, 2, 4),)), list[Any]()
+    backup: Any = SimpleNamespace(finished=lambda: copies)
+    shards = build_staged(Work(CASE), spec_of("pp:2"), where.HERE, backup, 2).shards
+    assert shards.at_hand is None
+    copies += [SimpleNamespace(at=Position(mesh, 1)), SimpleNamespace(at=Position(mesh, 0))]
+    assert shards.at_hand == Position(mesh, 1)
+    shards.holding = Ownership("shards", 3, 0, 2, 1, mesh.cuts)
+    assert shards.at_hand == Position(mesh, 0)
 
 
 @pytest.mark.parametrize("name", [CASE, "resnet"])

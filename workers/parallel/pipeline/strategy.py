@@ -216,12 +216,12 @@ class Staged(OverShards):
 
     def _holdings(self, group: AnyGroup) -> list[Holding]:
         """What each rank has, by rank. A collective."""
-        at, mine = self.shards.at_hand, Holding(self._spec.node)
+        at, blocks, position = self.shards.at_hand, list[int](), 0
         if at is not None:
-            blocks = tuple(b for b in at.mesh.blocks(at.rank) if (b,) not in at.lacks)
-            mine = Holding(self._spec.node, blocks, at.mesh.position(at.rank))
-        said = gather_json(group, [mine.node, mine.blocks, mine.position])
-        return [Holding(node, tuple(blocks), position) for node, blocks, position in said]
+            blocks = [b for b in at.mesh.blocks(at.rank) if (b,) not in at.lacks]
+            position = at.mesh.position(at.rank)
+        said = gather_json(group, [self._spec.node, blocks, position, self.held_step])
+        return [Holding(node, tuple(held), *where) for node, held, *where in said]
 
     def _doubled(self, of_ranks: Sequence[str]) -> BlockSets:
         """The blocks of tensors that live on two nodes. of_ranks: their nodes."""
