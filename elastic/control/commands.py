@@ -28,10 +28,14 @@ class Sync:
     source: int
     members: tuple[int, ...] = ()
     """Of a model in stages: those who train, by rank; the worker copies its part from several."""
-    next_members: tuple[int, ...] = ()
-    """Of the generation that is likely to come next, with this worker, by rank, ..."""
+    order: tuple[int, ...] = ()
+    rank: int = 0
+    world_size: int = 1
+    """These three in old journals only."""
     next_order: tuple[int, ...] = ()
-    """... and its `Form.order`."""
+    """`Form.order` of the generation that is likely to come next, ..."""
+    next_members: tuple[int, ...] = ()
+    """... and its workers, by rank; this one is among them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,13 +91,6 @@ def ledger_of(**fields: Any) -> Ledger:
     return Ledger(**fields)
 
 
-def sync_of(**fields: Any) -> commands.Sync:
-    """As a journal has it, also one of before newcomers knew the next members."""
-    for gone in ("order", "rank", "world_size"):
-        fields.pop(gone, None)
-    return commands.Sync(**fields)
-
-
 def standing_of(**fields: Any) -> Standing:
     """As a journal has it, also one in which a standby was called ready."""
     if fields["kind"] == "ready":
@@ -128,7 +121,6 @@ JOURNAL_TYPES: Registry = {
     "Limits": limits_of,
     "Ledger": ledger_of,
     "Standing": standing_of,
-    "Sync": sync_of,
     "WorkerReady": events.WorkerStarted,  # as it was called
     "Place": PhaseOfStep,  # likewise
 }

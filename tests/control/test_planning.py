@@ -129,10 +129,12 @@ def test_a_newcomer_to_stages_is_told_who_trains_and_what_is_likely_to_come_next
     events = (DrainNotice(0, "drain", 40.0, 10.0), WorkerStarted(3, 13.0, "a"))
     ledger, phase, commands = play(ledger, Running(ABC), *events, limits=limits)
     (first,) = [c for c in commands if isinstance(c, Sync)]
-    assert first == Sync(3, first.source, (0, 1, 2), (1, 2, 3), (2, 0, 1))
+    assert first == Sync(3, first.source, (0, 1, 2), next_order=(2, 0, 1), next_members=(1, 2, 3))
     ledger, phase, commands = play(ledger, phase, WorkerStarted(4, 13.5, "b"), limits=limits)
     (second,) = [c for c in commands if isinstance(c, Sync)]
-    assert second == Sync(4, second.source, (0, 1, 2), (1, 2, 3, 4), (0, 2, 3, 1))
+    assert second == Sync(
+        4, second.source, (0, 1, 2), next_order=(0, 2, 3, 1), next_members=(1, 2, 3, 4)
+    )
     waiting = replace(ledger, with_state=some(0, 1, 2), syncing=some(), standbys=some(3))
     commands = play(waiting, Waiting("few"), Tick(14.0), limits=replace(limits, min_workers=4))[2]
     assert [c.members for c in commands if isinstance(c, Sync)] == [()]
@@ -141,7 +143,8 @@ def test_a_newcomer_to_stages_is_told_who_trains_and_what_is_likely_to_come_next
 def test_a_newcomer_learns_what_the_members_have_and_which_of_them_stay():
     stages, there = (Stage(0, 0, (0, 3)), Stage(0, 1, (3, 6))), {4: ("h", 4), 7: ("h", 7)}
     nodes = {4: "a", 7: "b", 8: "c"}
-    told = copying(Sync(8, 7, (4, 7), (7, 8), (1, 0)), there, nodes, stages)
+    command = Sync(8, 7, (4, 7), next_order=(1, 0), next_members=(7, 8))
+    told = copying(command, there, nodes, stages)
     assert told == t.Sync(
         *(7, ("h", 7), (("h", 4), ("h", 7)), stages),
         rank=1,
@@ -150,12 +153,6 @@ def test_a_newcomer_learns_what_the_members_have_and_which_of_them_stay():
         next_order=(1, 0),
     )
     assert copying(Sync(8, 7), there, nodes, stages) == t.Sync(7, ("h", 7)), "nobody trains"
-
-
-def test_a_journal_of_before_newcomers_knew_the_next_members_is_read():
-    old = {"type": "Sync", "worker": 3, "source": 0, "members": [0, 1], "order": [1, 0]}
-    old |= {"rank": 2, "world_size": 3, "next_order": []}
-    assert decode(old, JOURNAL_TYPES) == Sync(3, 0, (0, 1))
 
 
 def test_a_new_controller_learns_the_nodes_from_those_who_introduce_themselves():
