@@ -27,9 +27,9 @@ from tests.device.ranks import Meeting, control
 from tests.workers import session_rig, where
 from workers.checkpoint.saver import Saver
 from workers.data.loader import LoadedBatch
-from workers.distributed import process_group
+from workers.distributed import own_group
 from workers.distributed.backends import with_control
-from workers.distributed.process_group import Connect, Group, GroupSpec
+from workers.distributed.process_group import Connect, Formation, Group, GroupSpec
 from workers.distributed.rendezvous import Rendezvous
 from workers.health import gpu
 from workers.health.vitals import Vitals
@@ -384,7 +384,7 @@ class Run:
             )  # fmt: skip
 
 
-_left: list[Group] = []
+_left: list[Group | Formation] = []
 """Of earlier runs. Whoever frees a group waits for what is under way in it, and that may wait for
 the other rank's group to be freed."""
 
@@ -396,10 +396,13 @@ def see_groups_off(run: Run) -> None:
         torch.sim.synchronize(index)
     for rank in run.ranks:
         if (group := rank.member.own.group) is not None:
-            process_group.leave(group)
-    _left.extend(process_group._left_behind)
-    process_group._left_behind.clear()
-    _left[:] = [group for group in _left if not group.is_settled]
+            own_group.leave(group)
+    _left.extend(own_group._left_behind)
+    own_group._left_behind.clear()
+    settled = [group for group in _left if group.is_settled]
+    _left[:] = [group for group in _left if group not in settled]
+    for group in settled:
+        group.free()
 
 
 def sweep(case: Case, place: str, every: int = 1, limit: int = 200) -> list[Outcome]:

@@ -8,6 +8,7 @@ import torch
 
 from workers.distributed import process_group
 from workers.distributed.backends import connect_for
+from workers.distributed.own_group import leave
 from workers.distributed.rendezvous import Rendezvous
 
 pytestmark = [
@@ -35,7 +36,7 @@ def test_a_group_is_left_and_formed_again_in_one_process():
         group.all_to_all(received, [torch.arange(4.0, device="cuda")]).wait()
         assert tensor.unique().tolist() == [3.0]
         assert received[0].tolist() == [0, 1, 2, 3]
-        process_group.leave(group)
+        leave(group)
         free = torch.cuda.mem_get_info()[0]
         first_free = free if first_free is None else first_free
         assert first_free - free < 256 * 2**20, "leaving a group leaks device memory"

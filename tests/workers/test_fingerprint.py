@@ -12,6 +12,7 @@ from elastic.protocol.errors import UnfitNode
 from tests.workers.session_rig import spec
 from workers.distributed import process_group
 from workers.distributed.backends import connect_for
+from workers.distributed.own_group import leave
 from workers.distributed.rendezvous import Rendezvous
 from workers.health import fingerprint, gpu, preflight
 from workers.health.fingerprint import Fingerprint, alike, compare
@@ -128,7 +129,7 @@ def test_workers_whose_bits_are_equal_form_a_group():
     found = formed(specs, connects(specs))
     assert [group.rank() for group in found] == [0, 1]
     for group in found:
-        process_group.leave(group)
+        leave(group)
 
 
 def test_who_has_other_bits_is_refused_and_the_first_is_not(monkeypatch):
@@ -147,7 +148,7 @@ def test_where_bits_are_no_promise_nobody_is_compared(monkeypatch):
     specs = two("fast")
     monkeypatch.setattr(fingerprint, "computed", lambda device: pytest.fail("is computed"))
     for group in formed(specs, connects(specs)):
-        process_group.leave(group)
+        leave(group)
 
 
 def test_what_is_said_of_two_kinds_of_gpu():

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import (
 from elastic.protocol.errors import PeerLost
 from tests.workers import where
 from tests.workers.ranks import Ranks, run_ranks
-from workers.distributed import process_group
 from workers.distributed.device_mesh import default_group, device_mesh
+from workers.distributed.own_group import leave
 from workers.distributed.process_group import Group
 
 CPU = torch.device("cpu")
@@ -157,7 +157,7 @@ def test_a_peer_killed_in_the_middle_is_a_peer_lost_and_the_survivors_go_on(way:
         group = ranks.form(1, [0, 1, 2])
         ended = lost_in(ranks, way, group, die)
         dead_name = group.group_name
-        process_group.leave(group)
+        leave(group)
         group = ranks.form(2, [0, 1])
         assert group.group_name != dead_name
         return *ended, tensor_parallel(group), pipeline(group)

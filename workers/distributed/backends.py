@@ -12,6 +12,7 @@ import torch
 
 from workers.distributed import gloo, nccl, staged
 from workers.distributed.group_spec import GroupSpec
+from workers.distributed.own_group import leave
 from workers.distributed.process_group import Connect, Group
 
 
@@ -33,7 +34,11 @@ def with_control(data: Connect, control: Connect) -> Connect:
 
     def connect(spec: GroupSpec) -> Group:
         deciding = control(replace(spec, name=f"{spec.name}/control"))
-        group = data(spec)
+        try:
+            group = data(spec)
+        except Exception:
+            leave(deciding)
+            raise
         group.take_control(deciding)
         return group
 

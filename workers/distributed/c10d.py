@@ -39,9 +39,10 @@ BROADCAST, BARRIER = BroadcastOptions(), BarrierOptions()
 class C10dGroup(dist.ProcessGroup):
     """c10d's operations over one of torch's backends."""
 
-    def __init__(self, backend: Any, rank: int, world_size: int) -> None:
+    backend: Any
+
+    def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)  # pyright: ignore[reportCallIssue]  (not in the stub)
-        self.backend = backend
         self._works: WeakSet[TorchWork] = WeakSet()
 
     @abstractmethod

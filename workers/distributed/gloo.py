@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -22,11 +23,6 @@ from workers.torch_private.c10d import gloo_options
 DIRECT_WAIT = timedelta(milliseconds=10)
 """So long a wait is the backend's own, which costs no change of threads in Python. Nothing ends it
 but the collective: an abandonment may be noticed so much later."""
-
-# The end of a group joins its threads, of which a forked process (a loader's, torch's DataLoader's)
-# has none: where it collects a group that its parent has left, it hangs or crashes.
-os.register_at_fork(after_in_child=gc.freeze)
-
 
 _without_future: set[str] = set()
 """Operations between two ranks for which gloo has none; asking it takes as long as a small send."""
@@ -127,8 +123,16 @@ class _Waiters:
 _waiters = _Waiters()
 
 
+@cache
+def keep_groups_in_forks() -> None:
+    """The end of a group joins its threads, of which a forked process (a loader's, torch's
+    DataLoader's) has none: where it collected a group of its parent, it would hang or crash."""
+    os.register_at_fork(after_in_child=gc.freeze)
+
+
 def connect(host: str, spec: GroupSpec) -> GlooGroup:
     """The group of this name, once all its members are here. host: this worker's address."""
+    keep_groups_in_forks()
     options = gloo_options(host, spec.operation_timeout_s)
     store, rank, world_size = PrefixStore(spec.name, spec.store), spec.rank, spec.world_size
     found = cast(Any, dist.ProcessGroupGloo)(store, rank, world_size, options)

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -24,13 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic.protocol.errors import PeerLost, UnfitNode
-from elastic.protocol.messages.to_worker import Form
-from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed import registry
 from workers.distributed.c10d import C10dGroup, Copies
 from workers.distributed.device_errors import is_gone
 from workers.distributed.device_wait import to_host
-from workers.distributed.group_spec import GroupSpec, name_of
+from workers.distributed.group_spec import GroupSpec
 from workers.distributed.pending import (
     Abandonable,
     Aside,
@@ -38,7 +37,6 @@ from workers.distributed.pending import (
     Pending,
     Settling,
     Waitable,
-    Waits,
     What,
     failure_of,
 )
@@ -64,8 +62,8 @@ class Group(C10dGroup):
     ) -> None:
         """backend: torch's own. name: carries run and generation. store: what the backend was
         formed over, kept as long as it may ask it."""
-        super().__init__(backend, rank, world_size)
-        self.name_of_group, self._store = name, store
+        super().__init__(rank, world_size)
+        self.backend, self.name_of_group, self._store = backend, name, store
         self._rank, self._size = rank, world_size
         self.changed = threading.Condition()
         self.is_abandoned = self._is_registered = False
@@ -80,6 +78,7 @@ class Group(C10dGroup):
         self._num_launched: Counter[str] = Counter()
         self._pending: deque[Pending] = deque()
         self._parts: list[Abandonable] = []
+        """Given up with it; the groups among them are left with it, too."""
         self.form_part: Callable[[str, int, int], Formation] | None = None
         """(name, rank, world size): forms another group over the same store; None: this group has
         no parts."""
@@ -279,14 +278,24 @@ class Group(C10dGroup):
         if self._is_registered:
             registry.unregister(self)
         self._drop()
-        for part in self._parts:
-            if isinstance(part, Group):
-                part.forget()
+        for group in self._groups():
+            group.forget()
 
     @property
     def is_settled(self) -> bool:
-        groups = [part for part in self._parts if isinstance(part, Group)]
-        return all(p.is_settled for p in (*self._pending, *groups))
+        return all(part.is_settled for part in (*self._pending, *self._groups()))
+
+    def free(self) -> None:
+        """Once it was left and has settled: its threads, connections and buffers, whoever still
+        knows it. The backend joins its threads, and would wait for what is under way."""
+        for group in self._groups():
+            group.free()
+        self._pending.clear()
+        self.backend = None
+        self._store = None  # the backend's destructor may be the last to ask it
+
+    def _groups(self) -> "list[Group | Formation]":
+        return [part for part in self._parts if isinstance(part, Group | Formation)]
 
 
 class Alone(Group):
@@ -354,20 +363,15 @@ class Formation:
         self.changed = threading.Condition()
         self._group: Group | None = None
         self._error: Exception | None = None
+        self._is_over = False
         self._given_up = threading.Event()
         thread = threading.Thread(target=self._run, args=(form,), name="form", daemon=True)
         thread.start()
 
     def _run(self, form: Callable[[threading.Event], Group]) -> None:
-        group, error = None, None
-        try:
-            group = form(self._given_up)
-        except Exception as e:
-            is_own = isinstance(e, UnfitNode) or is_gone(e)
-            error = e if is_own else PeerLost(f"forming failed: {e}")
-            error.__cause__ = None if error is e else e
+        group, error = _outcome(form, self._given_up)
         with self.changed:
-            self._group, self._error = group, error
+            self._group, self._error, self._is_over = group, error, True
             self.changed.notify_all()
         if group is not None and self._given_up.is_set():
             group.abandon()
@@ -380,6 +384,19 @@ class Formation:
         if group is not None:
             group.abandon()
 
+    def forget(self) -> None:
+        """See Group, as below."""
+        if self._group is not None:
+            self._group.forget()
+
+    @property
+    def is_settled(self) -> bool:
+        return self._is_over and (self._group is None or self._group.is_settled)
+
+    def free(self) -> None:
+        if self._group is not None:
+            self._group.free()
+
     def wait(self, timeout_s: float) -> Group:
         """The group; PeerLost if not formed in `timeout_s` or given up; UnfitNode; the device's."""
         with self.changed:
@@ -391,9 +408,31 @@ class Formation:
             if self._group is not None:
                 return self._group
             if self._error is not None:
-                raise self._error
+                try:
+                    raise self._error
+                finally:
+                    self._error = None  # its traceback has this frame: they would keep each other
         self.abandon()
         raise PeerLost(f"forming did not finish in {timeout_s:g} s")
+
+
+def _outcome(
+    form: Callable[[threading.Event], Group], given_up: threading.Event
+) -> tuple[Group | None, Exception | None]:
+    try:
+        return form(given_up), None
+    except Exception as error:
+        clear_frames(error.__traceback__)  # they hold what was half formed
+        return None, _told(error)
+
+
+def _told(error: Exception) -> Exception:
+    """Of what forming has raised."""
+    if isinstance(error, UnfitNode) or is_gone(error):
+        return error
+    lost = PeerLost(f"forming failed: {error}")
+    lost.__cause__ = error
+    return lost
 
 
 def form(
@@ -424,76 +463,3 @@ def form(
         return group
 
     return Formation(build_whole)
-
-
-_left_behind: list[Group] = []
-
-
-def leave(group: Group) -> None:
-    """Give up `group` and free every left group whose operations have come back by now."""
-    if not group.is_abandoned:
-        group.abandon()
-    group.forget()
-    _left_behind.append(group)
-    _left_behind[:] = [g for g in _left_behind if not g.is_settled]
-
-
-class OwnGroup:
-    """A member's group, formed or about to be, of one generation at a time, and the way out of it
-    from any thread. When it is left is workers/membership/machine.py's."""
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        connect: Connect,
-        is_given_up: Callable[[], bool],
-        waits: Waits,
-        on_stuck: Callable[[str], None],
-    ) -> None:
-        """is_given_up: whether the generation at hand is, by now. on_stuck: see Group."""
-        self._spec, self._connect, self._is_given_up = spec, connect, is_given_up
-        self._waits, self._on_stuck = waits, on_stuck
-        self._generation = 0
-        self._formation: Formation | None = None
-        self.group: Group | None = None
-
-    def leave(self, generation: int) -> None:
-        """For the next one."""
-        if self.group is not None:
-            leave(self.group)
-        self.group = self._formation = None
-        self._generation = generation
-
-    def begin(self, asked: Form) -> None:
-        """To form, in a thread, unless it is the group of one."""
-        if asked.world_size > 1:
-            assert asked.store is not None
-            self._formation = form(
-                store_address=asked.store,
-                prefix=name_of(self._spec, asked.generation),
-                rank=asked.rank,
-                world_size=asked.world_size,
-                connect=self._connect,
-                join_timeout_s=self._spec.timeouts.join_s,
-                operation_timeout_s=self._spec.timeouts.operation_s,
-            )
-            if self._is_given_up():  # `abandon` may have looked before it was there
-                self._formation.abandon()
-
-    def meet(self) -> None:
-        """Wait until it has formed. Raises PeerLost."""
-        if self._formation is None:
-            group: Group = Alone(name_of(self._spec, self._generation))
-        else:
-            group = self._formation.wait(self._spec.timeouts.join_s)
-        group.on_wait, group.on_stuck = self._waits.waits_in, self._on_stuck
-        group.waiting_for = self._waits.waiting_for
-        self.group, self._formation = group, None
-
-    def abandon(self, generation: int) -> None:
-        """Whoever waits in it is free, if it is of this generation or an earlier one."""
-        if self._generation > generation:
-            return
-        for held in (self._formation, self.group):
-            if held is not None:
-                held.abandon()

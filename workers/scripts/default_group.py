@@ -60,7 +60,7 @@ class DefaultGroup(C10dGroup):
     ) -> None:
         """waiting: within, the script waits for its peers, and in what. on_refusal: a
         collective is refused, as a peer is lost."""
-        super().__init__(inner.backend, inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())
         self.inner, self.waiting, self._on_refusal = inner, waiting, on_refusal
         self.launched = ""
         """The name of the newest collective."""
@@ -79,9 +79,14 @@ class DefaultGroup(C10dGroup):
 
     def replace(self, inner: Group) -> None:
         """The members that are left are the group from now on."""
-        self.inner, self.backend, self.failure = inner, inner.backend, None
+        self.inner, self.failure = inner, None
         self._of_backward = []
         inner.adopt(self)
+
+    @property
+    def backend(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """None once the group was left: a launch is refused."""
+        return self.inner.backend
 
     def rank(self) -> int:
         if self.course is not None and is_asked_by_script(sys._getframe(1)):

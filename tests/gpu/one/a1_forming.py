@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu.experiment import Table, main, median, num_threads, thread_names
 from tests.gpu.groups import HAS_GPU, Meeting, data_only, device_of, synchronize, wait_for_abort
-from workers.distributed import process_group
+from workers.distributed.own_group import leave
 from workers.distributed.process_group import Group
 
 ROUNDS, WARM = 200, 5
@@ -29,7 +29,7 @@ def once(meeting: Meeting, device: torch.device) -> tuple[float, Group]:
     for _ in range(5):
         group.all_reduce(value).wait()
     synchronize(device)
-    process_group.leave(group)
+    leave(group)
     return formed_s, group
 
 

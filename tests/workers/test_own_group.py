@@ -1,0 +1,143 @@
+"""What is left of a group that a member has left."""
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from elastic.protocol.errors import PeerLost
+from workers.distributed import gloo, own_group, process_group
+from workers.distributed.backends import with_control
+from workers.distributed.gloo import GlooGroup
+from workers.distributed.group_spec import GroupSpec
+from workers.distributed.own_group import leave
+from workers.distributed.process_group import Alone, Formation, Group
+from workers.distributed.rendezvous import Rendezvous
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_group, "_left_behind", [])
+
+
+class Backend:
+    """Whose operations are under way until they are told to end."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        return SimpleNamespace(is_completed=lambda: self.is_over)
+
+
+def group() -> tuple[Group, Backend]:
+    backend = Backend()
+    return GlooGroup(cast(Any, backend), 0, 2), backend
+
+
+def test_a_left_group_is_freed_once_nothing_is_under_way_in_it_or_its_parts() -> None:
+    (whole, own), (part, of_part) = group(), group()
+    whole.adopt(part)
+    part.all_reduce(torch.zeros(1))
+    leave(whole)
+    assert (whole.backend, part.backend) == (own, of_part)
+    of_part.is_over = True
+    leave(Alone())
+    assert (whole.backend, part.backend) == (None, None)
+    assert own_group._left_behind == []
+    with pytest.raises(PeerLost):
+        whole.all_reduce(torch.zeros(1))
+
+
+def test_a_group_that_has_formed_too_late_is_freed() -> None:
+    late, _ = group()
+    may_form = threading.Event()
+
+    def form(_: threading.Event) -> Group:
+        assert may_form.wait(60.0)
+        return late
+
+    formation = Formation(form)
+    leave(formation)
+    with pytest.raises(PeerLost):
+        formation.wait(60.0)
+    leave(Alone())
+    assert late.backend is not None
+    may_form.set()
+    end_forming()
+    leave(Alone())
+    assert (late.is_abandoned, late.backend) == (True, None)
+
+
+def end_forming() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "form":
+            thread.join(60.0)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def refuse(spec: GroupSpec) -> Group:
+    raise RuntimeError("no GPU")
+
+
+def two_with_control(spec: GroupSpec) -> Group:
+    """Both ranks in this process: their control groups form, their data's do not."""
+
+    def one(rank: int, found: list[str]) -> None:
+        try:
+            with_control(refuse, partial(gloo.connect, HOST))(replace(spec, rank=rank))
+        except RuntimeError as error:
+            found.append(str(error))
+
+    found: list[str] = []
+    ranks = [threading.Thread(target=one, args=(rank, found)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60.0)
+    raise RuntimeError("; ".join(found))
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("connect", [partial(gloo.connect, HOST), two_with_control])
+def test_nothing_is_left_of_formings_that_have_failed(
+    connect: Callable[[GroupSpec], Group],
+) -> None:
+    """With an absent peer, given up; or where the second of two groups is refused."""
+    rendezvous, early = Rendezvous(HOST), 0
+    for generation in range(1, 13):
+        formation = process_group.form(
+            store_address=rendezvous.open(generation), prefix=f"{generation}", rank=0,
+            world_size=2, connect=connect, join_timeout_s=60.0, operation_timeout_s=60.0,
+        )  # fmt: skip
+        if connect is not two_with_control:
+            threading.Timer(0.1, formation.abandon).start()
+        with pytest.raises(PeerLost):
+            formation.wait(60.0)
+        leave(formation)
+        end_forming()
+        if generation == 2:
+            early = files_and_threads()
+    assert files_and_threads() <= early + 2, early
+    rendezvous.forget()
+
+
+def files_and_threads() -> int:
+    return len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task"))
