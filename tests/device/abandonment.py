@@ -19,7 +19,7 @@ from tests.device import device
 from tests.device.ranks import Meeting, all_good, run_ranks
 from tests.device.training import build, enter, train
 from tests.workers import sharded_rig as rig
-from workers.distributed.own_group import leave
+from workers.distributed.process_group import leave
 from workers.parallel.strategy import Strategy
 from workers.tensors.local import local
 

@@ -27,7 +27,7 @@ from tests.device.ranks import Meeting, control
 from tests.workers import session_rig, where
 from workers.checkpoint.saver import Saver
 from workers.data.loader import LoadedBatch
-from workers.distributed import own_group
+from workers.distributed import process_group
 from workers.distributed.backends import with_control
 from workers.distributed.process_group import Connect, Formation, Group, GroupSpec
 from workers.distributed.rendezvous import Rendezvous
@@ -396,9 +396,9 @@ def see_groups_off(run: Run) -> None:
         torch.sim.synchronize(index)
     for rank in run.ranks:
         if (group := rank.member.own.group) is not None:
-            own_group.leave(group)
-    _left.extend(own_group._left_behind)
-    own_group._left_behind.clear()
+            process_group.leave(group)
+    _left.extend(process_group._left_behind)
+    process_group._left_behind.clear()
     settled = [group for group in _left if group.is_settled]
     _left[:] = [group for group in _left if group not in settled]
     for group in settled:

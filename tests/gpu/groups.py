@@ -15,7 +15,7 @@ import torch
 
 from elastic.protocol import nccl_settings
 from tests.workers import ranks
-from workers.distributed import gloo, nccl, own_group, process_group
+from workers.distributed import gloo, nccl, process_group
 from workers.distributed.backends import connect_for, connect_staged
 from workers.distributed.process_group import Alone, Connect, Formation, Group
 from workers.distributed.rendezvous import Rendezvous
@@ -116,7 +116,7 @@ def spin(device: torch.device, seconds: float) -> None:
 
 def leave(group: Group) -> None:
     """Until its abort has come back."""
-    own_group.leave(group)
+    process_group.leave(group)
     wait_for_abort(group)
 
 

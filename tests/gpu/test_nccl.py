@@ -8,7 +8,7 @@ import torch
 
 from workers.distributed import process_group
 from workers.distributed.backends import connect_for
-from workers.distributed.own_group import leave
+from workers.distributed.process_group import leave
 from workers.distributed.rendezvous import Rendezvous
 
 pytestmark = [

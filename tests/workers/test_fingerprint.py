@@ -12,7 +12,7 @@ from elastic.protocol.errors import UnfitNode
 from tests.workers.session_rig import spec
 from workers.distributed import process_group
 from workers.distributed.backends import connect_for
-from workers.distributed.own_group import leave
+from workers.distributed.process_group import leave
 from workers.distributed.rendezvous import Rendezvous
 from workers.health import fingerprint, gpu, preflight
 from workers.health.fingerprint import Fingerprint, alike, compare

@@ -8,7 +8,7 @@ import torch
 
 from elastic.protocol.errors import PeerLost
 from tests.workers.session_rig import Rig, abort, form, obey
-from workers.distributed import own_group, process_group
+from workers.distributed import process_group
 from workers.distributed.backends import connect_for
 from workers.distributed.rendezvous import Rendezvous
 
@@ -28,7 +28,7 @@ def test_an_abort_in_the_instant_a_formation_begins_ends_it(rig, monkeypatch):
         rig.member.hear(abort(1))
         return begin(**asked)
 
-    monkeypatch.setattr(own_group, "form", taken_back)
+    monkeypatch.setattr(process_group, "form", taken_back)
     began = time.monotonic()
     assert not obey(rig.member, form(1, 0, world_size=2, store=rendezvous.open(1)))
     assert time.monotonic() - began < rig.spec.timeouts.join_s / 2

@@ -3,8 +3,7 @@
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,12 +12,11 @@ import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost
-from workers.distributed import gloo, own_group, process_group
+from workers.distributed import gloo, process_group
 from workers.distributed.backends import with_control
 from workers.distributed.gloo import GlooGroup
 from workers.distributed.group_spec import GroupSpec
-from workers.distributed.own_group import leave
-from workers.distributed.process_group import Alone, Formation, Group
+from workers.distributed.process_group import Alone, Connect, Formation, Group, leave
 from workers.distributed.rendezvous import Rendezvous
 
 HOST = "127.0.0.1"
@@ -26,7 +24,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_group, "_left_behind", [])
+    monkeypatch.setattr(process_group, "_left_behind", [])
 
 
 class Backend:
@@ -53,7 +51,7 @@ def test_a_left_group_is_freed_once_nothing_is_under_way_in_it_or_its_parts() ->
     of_part.is_over = True
     leave(Alone())
     assert (whole.backend, part.backend) == (None, None)
-    assert own_group._left_behind == []
+    assert process_group._left_behind == []
     with pytest.raises(PeerLost):
         whole.all_reduce(torch.zeros(1))
 
@@ -93,49 +91,41 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+both_controls = threading.Barrier(2)
+
+
 def refuse(spec: GroupSpec) -> Group:
+    """A peer that still connects would wait for this one."""
+    both_controls.wait(60.0)
     raise RuntimeError("no GPU")
 
 
-def two_with_control(spec: GroupSpec) -> Group:
-    """Both ranks in this process: their control groups form, their data's do not."""
-
-    def one(rank: int, found: list[str]) -> None:
-        try:
-            with_control(refuse, partial(gloo.connect, HOST))(replace(spec, rank=rank))
-        except RuntimeError as error:
-            found.append(str(error))
-
-    found: list[str] = []
-    ranks = [threading.Thread(target=one, args=(rank, found)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60.0)
-    raise RuntimeError("; ".join(found))
+CONTROL = partial(gloo.connect, HOST)
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("connect", [partial(gloo.connect, HOST), two_with_control])
-def test_nothing_is_left_of_formings_that_have_failed(
-    connect: Callable[[GroupSpec], Group],
-) -> None:
+@pytest.mark.parametrize(
+    ("connect", "ranks"), [(CONTROL, [0]), (with_control(refuse, CONTROL), [0, 1])]
+)
+def test_nothing_is_left_of_formings_that_have_failed(connect: Connect, ranks: list[int]) -> None:
     """With an absent peer, given up; or where the second of two groups is refused."""
     rendezvous, early = Rendezvous(HOST), 0
     for generation in range(1, 13):
-        formation = process_group.form(
-            store_address=rendezvous.open(generation), prefix=f"{generation}", rank=0,
+        begin = partial(
+            process_group.form, store_address=rendezvous.open(generation), prefix=f"{generation}",
             world_size=2, connect=connect, join_timeout_s=60.0, operation_timeout_s=60.0,
         )  # fmt: skip
-        if connect is not two_with_control:
-            threading.Timer(0.1, formation.abandon).start()
-        with pytest.raises(PeerLost):
-            formation.wait(60.0)
-        leave(formation)
+        formations = [begin(rank=rank) for rank in ranks]
+        if len(ranks) == 1:
+            threading.Timer(0.1, formations[0].abandon).start()
+        for formation in formations:
+            with pytest.raises(PeerLost):
+                formation.wait(60.0)
+            leave(formation)
         end_forming()
         if generation == 2:
             early = files_and_threads()
-    assert files_and_threads() <= early + 2, early
+    assert files_and_threads() <= early + 4, early
     rendezvous.forget()
 
 

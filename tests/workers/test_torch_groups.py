@@ -22,8 +22,7 @@ from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.sharded_rig import build, enter, train
 from workers.distributed import device_mesh, gloo
 from workers.distributed.device_mesh import Unconnected, default_group
-from workers.distributed.own_group import leave
-from workers.distributed.process_group import Alone, Group
+from workers.distributed.process_group import Alone, Group, leave
 
 CPU = torch.device("cpu")
 

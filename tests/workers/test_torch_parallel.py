@@ -20,8 +20,7 @@ from elastic.protocol.errors import PeerLost
 from tests.workers import where
 from tests.workers.ranks import Ranks, run_ranks
 from workers.distributed.device_mesh import default_group, device_mesh
-from workers.distributed.own_group import leave
-from workers.distributed.process_group import Group
+from workers.distributed.process_group import Group, leave
 
 CPU = torch.device("cpu")
 QUICK_S = 60.0

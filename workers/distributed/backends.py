@@ -12,8 +12,7 @@ import torch
 
 from workers.distributed import gloo, nccl, staged
 from workers.distributed.group_spec import GroupSpec
-from workers.distributed.own_group import leave
-from workers.distributed.process_group import Connect, Group
+from workers.distributed.process_group import Connect, Group, leave
 
 
 def connect_for(device: torch.device, host: str) -> Connect:

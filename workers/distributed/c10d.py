@@ -1,4 +1,5 @@
-"""What torch's own code calls a process group's operations by: the signatures of c10d.
+"""A process group's operations: as our own code calls them, and with the signatures of c10d as
+torch's does.
 
 Which backend makes them, and how a wait is given up, is elsewhere (process_group.py).
 """
@@ -8,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import (
@@ -197,6 +199,73 @@ class C10dGroup(dist.ProcessGroup):
         """Nobody waits any more for what is in flight, and nothing keeps it alive."""
         for work in self._works:
             work.drop()
+
+
+class CollectiveGroup(C10dGroup):
+    """The collectives that our own code calls; they return what is in flight."""
+
+    def __init__(self, backend: Any, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self.backend = backend
+
+    @abstractmethod
+    def _launch(
+        self,
+        what: tuple[str, int],
+        launch: Callable[[], Any],
+        unpack: Callable[[], None] | None = None,
+    ) -> Settling: ...
+
+    def all_reduce(self, tensor: Tensor) -> Settling:
+        """Sum `tensor` in place over the ranks."""
+        what = ("all_reduce", tensor.numel())
+        return self._launch(what, lambda: self.backend.allreduce([tensor]))
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Settling:
+        """`outputs[r]` becomes rank r's `tensor`; one dtype, sizes may differ."""
+        if len({t.numel() for t in outputs}) == 1:
+            what = ("all_gather", tensor.numel())
+            return self._launch(what, lambda: self.backend.allgather([list(outputs)], [tensor]))
+        return self.all_to_all(outputs, [tensor] * self.size())
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Settling:
+        """`outputs[r]` becomes rank r's `inputs[rank]`. One-dimensional, one dtype, any sizes."""
+        sent = torch.cat([t.reshape(-1) for t in inputs])
+        received = torch.empty(
+            sum(t.numel() for t in outputs), dtype=sent.dtype, device=sent.device
+        )
+        in_sizes, out_sizes = [t.numel() for t in inputs], [t.numel() for t in outputs]
+
+        def unpack() -> None:
+            for out, part in zip(outputs, received.split(out_sizes), strict=True):
+                out.copy_(part.view_as(out))
+
+        def launch() -> Any:
+            return self.backend.alltoall_base(received, sent, out_sizes, in_sizes)
+
+        return self._launch(("all_to_all", 0), launch, unpack)
+
+    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Settling:
+        """`output` becomes the ranks' tensors in a row; `tensor` may be its own part of it."""
+        what = ("all_gather", tensor.numel())
+        return self._launch(what, lambda: private.all_gather_flat(self.backend, output, tensor))
+
+    def all_to_all_flat(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        out_sizes: Sequence[int] = (),
+        in_sizes: Sequence[int] = (),
+    ) -> Settling:
+        """Both flat and cut into `world_size` stretches, of these sizes or else equal: stretch r of
+        `output` becomes rank r's stretch `rank` of `tensor`."""
+        out, in_ = list(out_sizes), list(in_sizes)
+        what = ("all_to_all", 0 if in_ else tensor.numel())
+        return self._launch(what, lambda: self.backend.alltoall_base(output, tensor, out, in_))
+
+    def free(self) -> None:
+        """The threads, connections and buffers of its backend, whoever still knows the group."""
+        self.backend = None
 
 
 def _numel(tensors: Sequence[Tensor]) -> int:

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import Work
 
-from elastic.protocol.errors import CollectiveRefused, PeerLost
+from elastic.protocol.errors import CollectiveRefused, PeerLost, UnfitNode
+from workers.distributed.device_errors import is_gone
 
 REFUSALS = ("ncclInvalidArgument", "ncclInvalidUsage", "ncclUnhandledCudaError")
 """NCCL's words for a call that no peer's death explains."""
@@ -132,3 +133,12 @@ def failure_of(error: RuntimeError) -> PeerLost:
     if any(words in text for words in REFUSALS):
         return CollectiveRefused(text)
     return PeerLost(text)
+
+
+def forming_failure_of(error: Exception) -> Exception:
+    """What is told of what forming has raised: a lost peer, or of this worker itself."""
+    if isinstance(error, UnfitNode) or is_gone(error):
+        return error
+    lost = PeerLost(f"forming failed: {error}")
+    lost.__cause__ = error
+    return lost

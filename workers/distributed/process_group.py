@@ -20,16 +20,16 @@ from functools import partial
 from traceback import clear_frames
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic.protocol.errors import PeerLost, UnfitNode
+from elastic.protocol.errors import PeerLost
+from elastic.protocol.messages.to_worker import Form
+from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed import registry
-from workers.distributed.c10d import C10dGroup, Copies
-from workers.distributed.device_errors import is_gone
+from workers.distributed.c10d import CollectiveGroup, Copies
 from workers.distributed.device_wait import to_host
-from workers.distributed.group_spec import GroupSpec
+from workers.distributed.group_spec import GroupSpec, name_of
 from workers.distributed.pending import (
     Abandonable,
     Aside,
@@ -37,16 +37,17 @@ from workers.distributed.pending import (
     Pending,
     Settling,
     Waitable,
+    Waits,
     What,
     failure_of,
+    forming_failure_of,
 )
 from workers.distributed.store import StoreClient
-from workers.torch_private import c10d as private
 
 UNNAMED = "unnamed"
 
 
-class Group(C10dGroup):
+class Group(CollectiveGroup):
     """Collectives among the members of one generation, over one of torch's backends.
 
     What our own code calls is here, and returns what is in flight; sums are over ranks. Tensors
@@ -62,8 +63,8 @@ class Group(C10dGroup):
     ) -> None:
         """backend: torch's own. name: carries run and generation. store: what the backend was
         formed over, kept as long as it may ask it."""
-        super().__init__(rank, world_size)
-        self.backend, self.name_of_group, self._store = backend, name, store
+        super().__init__(backend, rank, world_size)
+        self.name_of_group, self._store = name, store
         self._rank, self._size = rank, world_size
         self.changed = threading.Condition()
         self.is_abandoned = self._is_registered = False
@@ -177,54 +178,7 @@ class Group(C10dGroup):
         if is_late:
             part.abandon()
 
-    # --- collectives ------------------------------------------------------------------------
-    def all_reduce(self, tensor: Tensor) -> Settling:
-        """Sum `tensor` in place over the ranks."""
-        what = ("all_reduce", tensor.numel())
-        return self._launch(what, lambda: self.backend.allreduce([tensor]))
-
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Settling:
-        """`outputs[r]` becomes rank r's `tensor`; one dtype, sizes may differ."""
-        if len({t.numel() for t in outputs}) == 1:
-            what = ("all_gather", tensor.numel())
-            return self._launch(what, lambda: self.backend.allgather([list(outputs)], [tensor]))
-        return self.all_to_all(outputs, [tensor] * self._size)
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Settling:
-        """`outputs[r]` becomes rank r's `inputs[rank]`. One-dimensional, one dtype, any sizes."""
-        sent = torch.cat([t.reshape(-1) for t in inputs])
-        received = torch.empty(
-            sum(t.numel() for t in outputs), dtype=sent.dtype, device=sent.device
-        )
-        in_sizes, out_sizes = [t.numel() for t in inputs], [t.numel() for t in outputs]
-
-        def unpack() -> None:
-            for out, part in zip(outputs, received.split(out_sizes), strict=True):
-                out.copy_(part.view_as(out))
-
-        def launch() -> dist.Work:
-            return self.backend.alltoall_base(received, sent, out_sizes, in_sizes)
-
-        return self._launch(("all_to_all", 0), launch, unpack)
-
-    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Settling:
-        """`output` becomes the ranks' tensors in a row; `tensor` may be its own part of it."""
-        what = ("all_gather", tensor.numel())
-        return self._launch(what, lambda: private.all_gather_flat(self.backend, output, tensor))
-
-    def all_to_all_flat(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        out_sizes: Sequence[int] = (),
-        in_sizes: Sequence[int] = (),
-    ) -> Settling:
-        """Both flat and cut into `world_size` stretches, of these sizes or else equal: stretch r of
-        `output` becomes rank r's stretch `rank` of `tensor`."""
-        out, in_ = list(out_sizes), list(in_sizes)
-        what = ("all_to_all", 0 if in_ else tensor.numel())
-        return self._launch(what, lambda: self.backend.alltoall_base(output, tensor, out, in_))
-
+    # --- what is in flight ------------------------------------------------------------------
     def _launch(
         self,
         what: tuple[str, int],
@@ -291,7 +245,7 @@ class Group(C10dGroup):
         for group in self._groups():
             group.free()
         self._pending.clear()
-        self.backend = None
+        super().free()
         self._store = None  # the backend's destructor may be the last to ask it
 
     def _groups(self) -> "list[Group | Formation]":
@@ -408,12 +362,16 @@ class Formation:
             if self._group is not None:
                 return self._group
             if self._error is not None:
-                try:
-                    raise self._error
-                finally:
-                    self._error = None  # its traceback has this frame: they would keep each other
+                self._raise()
         self.abandon()
         raise PeerLost(f"forming did not finish in {timeout_s:g} s")
+
+    def _raise(self) -> None:
+        assert self._error is not None
+        try:
+            raise self._error
+        finally:
+            self._error = None  # its traceback has frames of this object: they kept each other
 
 
 def _outcome(
@@ -423,16 +381,7 @@ def _outcome(
         return form(given_up), None
     except Exception as error:
         clear_frames(error.__traceback__)  # they hold what was half formed
-        return None, _told(error)
-
-
-def _told(error: Exception) -> Exception:
-    """Of what forming has raised."""
-    if isinstance(error, UnfitNode) or is_gone(error):
-        return error
-    lost = PeerLost(f"forming failed: {error}")
-    lost.__cause__ = error
-    return lost
+        return None, forming_failure_of(error)
 
 
 def form(
@@ -463,3 +412,86 @@ def form(
         return group
 
     return Formation(build_whole)
+
+
+_left_behind: list[Group | Formation] = []
+_leaving = threading.Lock()
+
+
+def leave(group: Group | Formation) -> None:
+    """Give it up, and free every left group in which nothing is under way by now."""
+    group.abandon()
+    group.forget()
+    _left_behind.append(group)
+    _free_settled()
+
+
+def _free_settled() -> None:
+    with _leaving:
+        settled = [left for left in _left_behind if left.is_settled]
+        for left in settled:
+            _left_behind.remove(left)
+    for left in settled:
+        left.free()
+
+
+class OwnGroup:
+    """A member's group, formed or about to be, of one generation at a time, and the way out of it
+    from any thread. When it is left is workers/membership/machine.py's."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        connect: Connect,
+        is_given_up: Callable[[], bool],
+        waits: Waits,
+        on_stuck: Callable[[str], None],
+    ) -> None:
+        """is_given_up: whether the generation at hand is, by now. on_stuck: see Group."""
+        self._spec, self._connect, self._is_given_up = spec, connect, is_given_up
+        self._waits, self._on_stuck = waits, on_stuck
+        self._generation = 0
+        self._formation: Formation | None = None
+        self.group: Group | None = None
+
+    def leave(self, generation: int) -> None:
+        """For the next one."""
+        for held in (self._formation, self.group):
+            if held is not None:
+                leave(held)
+        self.group = self._formation = None
+        self._generation = generation
+
+    def begin(self, asked: Form) -> None:
+        """To form, in a thread, unless it is the group of one."""
+        if asked.world_size > 1:
+            assert asked.store is not None
+            self._formation = form(
+                store_address=asked.store,
+                prefix=name_of(self._spec, asked.generation),
+                rank=asked.rank,
+                world_size=asked.world_size,
+                connect=self._connect,
+                join_timeout_s=self._spec.timeouts.join_s,
+                operation_timeout_s=self._spec.timeouts.operation_s,
+            )
+            if self._is_given_up():  # `abandon` may have looked before it was there
+                self._formation.abandon()
+
+    def meet(self) -> None:
+        """Wait until it has formed. Raises PeerLost."""
+        if self._formation is None:
+            group: Group = Alone(name_of(self._spec, self._generation))
+        else:
+            group = self._formation.wait(self._spec.timeouts.join_s)
+        group.on_wait, group.on_stuck = self._waits.waits_in, self._on_stuck
+        group.waiting_for = self._waits.waiting_for
+        self.group, self._formation = group, None
+
+    def abandon(self, generation: int) -> None:
+        """Whoever waits in it is free, if it is of this generation or an earlier one."""
+        if self._generation > generation:
+            return
+        for held in (self._formation, self.group):
+            if held is not None:
+                held.abandon()

@@ -27,9 +27,8 @@ from workers.checkpoint.saver import Saver
 from workers.distributed.backends import connect_for
 from workers.distributed.device_errors import is_gone
 from workers.distributed.exchange import gather_json
-from workers.distributed.own_group import OwnGroup
 from workers.distributed.pieces import ROUND_OF_JOINING, Pieces
-from workers.distributed.process_group import AnyGroup
+from workers.distributed.process_group import AnyGroup, OwnGroup
 from workers.health.compilation import Compilation
 from workers.health.fingerprint import alike
 from workers.health.vitals import FORMING, Vitals

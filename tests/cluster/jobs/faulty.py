@@ -63,8 +63,7 @@ def install(workload):
     """Instants that the user's code does not see."""
     from workers.backup.copy import BackupCopy
     from workers.checkpoint.saver import _Job
-    from workers.distributed.own_group import OwnGroup
-    from workers.distributed.process_group import Group
+    from workers.distributed.process_group import Group, OwnGroup
     from workers.session import Session, Step
 
     def before(kind, name, where):

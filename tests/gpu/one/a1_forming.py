@@ -8,8 +8,7 @@ import torch
 
 from tests.gpu.experiment import Table, main, median, num_threads, thread_names
 from tests.gpu.groups import HAS_GPU, Meeting, data_only, device_of, synchronize, wait_for_abort
-from workers.distributed.own_group import leave
-from workers.distributed.process_group import Group
+from workers.distributed.process_group import Group, leave
 
 ROUNDS, WARM = 200, 5
 OF_TORCH = ("pt_nccl_watchdg", "pt_nccl_heartbt")
