@@ -456,9 +456,8 @@ class OwnGroup:
 
     def leave(self, generation: int) -> None:
         """For the next one."""
-        for held in (self._formation, self.group):
-            if held is not None:
-                leave(held)
+        if (held := self.group or self._formation) is not None:
+            leave(held)
         self.group = self._formation = None
         self._generation = generation
 
