@@ -35,6 +35,7 @@ HOST_ONLY = {
     "moves": NO_TENSORS,
     "notice": NO_TENSORS,
     "order": NO_TENSORS,
+    "own_group": BACKEND,
     "parquet_loader": "batches are made on the host, as in test_loader.py",
     "parts": "a group's names of its parts, over a backend that the test answers for",
     "pipeline_bubble": "blocks that sleep, and the order in which hosts begin them",
