@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -36,6 +37,10 @@ class Backend:
     def allreduce(self, tensors: list[torch.Tensor]) -> Any:
         return SimpleNamespace(is_completed=lambda: self.is_over)
 
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        self.may_arrive = threading.Event()
+        return SimpleNamespace(wait=self.may_arrive.wait)
+
 
 def group() -> tuple[Group, Backend]:
     backend = Backend()
@@ -54,6 +59,20 @@ def test_a_left_group_is_freed_once_nothing_is_under_way_in_it_or_its_parts() ->
     assert process_group._left_behind == []
     with pytest.raises(PeerLost):
         whole.all_reduce(torch.zeros(1))
+
+
+def test_a_left_group_is_freed_once_what_was_posted_has_arrived_whoever_waits() -> None:
+    whole, own = group()
+    whole.post(torch.zeros(1), 1, 0)
+    leave(whole)
+    assert (whole.backend, whole.is_settled) == (own, False)
+    own.may_arrive.set()
+    deadline = time.monotonic() + 60.0
+    while not whole.is_settled:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)  # polling, bounded by the deadline
+    leave(Alone())
+    assert whole.backend is None
 
 
 def test_a_group_that_has_formed_too_late_is_freed() -> None:

@@ -183,6 +183,14 @@ class C10dGroup(dist.ProcessGroup):
         what = ("recv", _numel(tensors), peer)
         return self._work(self._exchange(what, lambda: self.backend.recv(tensors, peer, tag)))
 
+    def post(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
+        """Send what nobody waits for soon: the work, or None where `posted` has it."""
+        return self.send([tensor], peer, tag)
+
+    def posted(self) -> dist.Work:
+        """What was posted since this was last asked, as one."""
+        return self._work()
+
     # the names that torch 2.13 calls deprecated, and other versions know only
     _allgather_base: Any = all_gather_single
     _reduce_scatter_base: Any = reduce_scatter_single

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  (no __all__)
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
@@ -32,6 +33,10 @@ class GlooGroup(Group):
     """A wait ends when gloo says so, or at once when the group is abandoned."""
 
     backend_name = "gloo"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._posted: list[Waitable] = []
 
     def finish(self, pending: Pending) -> None:
         if not pending.work.is_completed():
@@ -57,6 +62,26 @@ class GlooGroup(Group):
         """It connects and sends in threads of its own: what a launch raises is of the call."""
         return CollectiveRefused(str(error))
 
+    def post(self, tensor: Tensor, peer: int, tag: int) -> None:
+        self.check()
+        try:
+            self._posted.append(self.backend.send([tensor], peer, tag))
+        except RuntimeError as error:
+            raise failure_of(error) from error
+
+    def posted(self) -> dist.Work:
+        """One thread waits for all of them: to wake one for each takes longer than a small send."""
+        works, self._posted = self._posted, []
+        if not works:
+            return super().posted()
+        return self._work(self._in_flight(_Awaited(*works), (0, "send", 0, "peers")))
+
+    @property
+    def is_settled(self) -> bool:
+        if self._posted:
+            self.posted()
+        return super().is_settled
+
     def _waitable(self, work: Any, name: str = "") -> Waitable:
         if name not in _without_future:
             try:
@@ -70,16 +95,17 @@ class GlooGroup(Group):
 
 
 class _Awaited:
-    """A send, receive or reduce-scatter: gloo has no future for it, so that a thread waits."""
+    """Sends, a receive or a reduce-scatter: gloo has no future for it, so that a thread waits."""
 
-    def __init__(self, work: Waitable) -> None:
-        self._work = work
+    def __init__(self, *works: Waitable) -> None:
+        self._works = works
         self.future: torch.futures.Future[Any] = torch.futures.Future()
         _waiters.take(self._await)
 
     def _await(self) -> None:
         try:
-            self._work.wait()  # without the GIL; a second one would wait for ever
+            for work in self._works:
+                work.wait()  # without the GIL; a second one would wait for ever
         except RuntimeError as error:
             self.future.set_exception(error)
         else:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from torch import Tensor
+from torch.distributed import Work
 
 from elastic.protocol.pipeline import PipelinePlan
 from workers.distributed.pending import TorchWork
@@ -58,19 +59,28 @@ class Links:
         meet. A collective. Raises PeerLost."""
         self.rank, self._group = group.rank(), group
         self._pairs: dict[Link, AnyGroup] = {}
+        self._posted: list[Work] = []
         for link in links if not group.has_tags else ():
             if self.rank in (link.sender, link.receiver):
                 name = f"{link.kind}{link.sender}-{link.receiver}/{link.turn}"
                 members = (link.sender, link.receiver)
                 self._pairs[link] = group.part(name, members, timeout_s, is_apart=True)
 
-    def send(self, tensor: Tensor, rank: int, kind: Kind, tag: int, turn: int = 0) -> TorchWork:
-        """tensor: contiguous, and not to be changed before the work is done."""
+    def post(self, tensor: Tensor, rank: int, kind: Kind, tag: int, turn: int = 0) -> None:
+        """tensor: contiguous, and not to be changed before it is sent, which `posted` tells."""
         if self._group.has_tags or kind == "batch":
-            return self._group.control.send([tensor], rank, tag)
-        pair, flat = self._pairs[Link(kind, self.rank, rank, turn)], tensor.view(-1)
-        nothing, sizes = flat.new_empty(0), [0, flat.numel()]
-        return TorchWork(pair.all_to_all_flat(nothing, flat, [0, 0], sizes))
+            work = self._group.control.post(tensor, rank, tag)
+        else:
+            pair, flat = self._pairs[Link(kind, self.rank, rank, turn)], tensor.view(-1)
+            nothing, sizes = flat.new_empty(0), [0, flat.numel()]
+            work = TorchWork(pair.all_to_all_flat(nothing, flat, [0, 0], sizes))
+        if work is not None:
+            self._posted.append(work)
+
+    def posted(self) -> list[Work]:
+        """What was posted since this was last asked."""
+        works, self._posted = [*self._posted, self._group.control.posted()], []
+        return works
 
     def receive(self, tensor: Tensor, rank: int, kind: Kind, tag: int, turn: int = 0) -> TorchWork:
         """tensor: contiguous; it has what was sent once the work is done."""

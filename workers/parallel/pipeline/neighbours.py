@@ -11,14 +11,16 @@ from typing import NoReturn, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from elastic.protocol.errors import PeerLost
 from workers.data.loader import AnyLoader
-from workers.distributed.pending import TorchWork
 from workers.parallel.pipeline.links import Kind, Links
 
 MOST_TENSORS = 64
 """Between two stages, of a micro-batch and a kind."""
+POSTED_AT_ONCE = 8
+"""Tensors that were sent, before it is asked whether they have arrived: that wakes a thread."""
 MOST_TURNS = 2
 """Stages of a rank."""
 T = TypeVar("T")
@@ -28,7 +30,7 @@ _KINDS = get_args(Kind)
 class Arriving:
     """Tensors on their way to this rank; there once `wait` has returned."""
 
-    def __init__(self, by: "Neighbours", works: Sequence[TorchWork], into: list[Tensor]) -> None:
+    def __init__(self, by: "Neighbours", works: Sequence[Work], into: list[Tensor]) -> None:
         self._by, self._works, self._into = by, works, into
 
     def wait(self) -> list[Tensor]:
@@ -51,7 +53,9 @@ class Neighbours:
         self._links, self._ranks = links, ranks
         self._num_ranks = len(set(ranks))
         self._on_lost, self._gathering = on_lost, gathering
-        self._sending: list[tuple[TorchWork, Tensor]] = []
+        self._posted: list[Tensor] = []
+        self._sending: list[tuple[Sequence[Work], Sequence[Tensor]]] = []
+        """What is on its way, by what tells that it has arrived."""
         self._handed: dict[tuple[Kind, int, int], list[Tensor]] = {}
         """Between two stages of this rank, until both have asked for it."""
         self.sent_bytes = 0
@@ -72,13 +76,24 @@ class Neighbours:
         for index, tensor in enumerate(tensors):
             if tensor.numel():
                 self._send(tensor, stage, kind, _tag(kind, microbatch_id, index, turn), turn)
-        self._sending = [(w, t) for w, t in self._sending if not w.is_completed()]
+        if len(self._posted) >= POSTED_AT_ONCE:
+            self._await_posted()
 
     def _send(self, tensor: Tensor, stage: int, kind: Kind, tag: int, turn: int = 0) -> None:
         plain = _plain(tensor)
         self.sent_bytes += plain.nbytes
-        work = self._do(lambda: self._links.send(plain, self._ranks[stage], kind, tag, turn))
-        self._sending.append((work, plain))
+        self._do(lambda: self._links.post(plain, self._ranks[stage], kind, tag, turn))
+        self._posted.append(plain)
+
+    def _await_posted(self) -> None:
+        """And let go of what has arrived."""
+        posted, self._posted = self._posted, []
+        self._sending.append((self._links.posted(), posted))
+        self._sending = [
+            (works, tensors)
+            for works, tensors in self._sending
+            if not all(work.is_completed() for work in works)
+        ]
 
     def _turn(self, border: int) -> int:
         """Which of the borders between two ranks; border: the stage behind it."""
@@ -115,7 +130,7 @@ class Neighbours:
             return Arriving(self, [], self._hand(kind, microbatch_id, border))
         into = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in like]
         turn = self._turn(border)
-        rank, works = self._ranks[stage], list[TorchWork]()
+        rank, works = self._ranks[stage], list[Work]()
         for index, tensor in enumerate(into):
             if tensor.numel():
                 tag = _tag(kind, microbatch_id, index, turn)
@@ -135,10 +150,11 @@ class Neighbours:
 
     def settle(self) -> None:
         """Until all that was sent has arrived."""
-        self.wait([work for work, _ in self._sending])
+        self._await_posted()
+        self.wait([work for works, _ in self._sending for work in works])
         self._sending = []
 
-    def wait(self, works: Sequence[TorchWork]) -> None:
+    def wait(self, works: Sequence[Work]) -> None:
         with self._gathering():
             for work in works:
                 self._do(work.wait)

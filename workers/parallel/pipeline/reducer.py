@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed import BroadcastOptions
 
 from elastic.protocol.pipeline import PipelinePlan
-from workers.distributed.pending import TorchWork
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.pipeline.block_groups import BlockGroups
 from workers.parallel.pipeline.chain import Chain
@@ -191,18 +190,18 @@ class PipelineReducer:
     def _share_between_stages(self, sums: dict[str, Tensor]) -> None:
         """Of a parameter that two stages use, each pipeline's first one has added up the gradients:
         the other gets the sum from it."""
-        me, sending = self._group.rank(), list[tuple[TorchWork, Tensor]]()
+        me, sending = self._group.rank(), list[Tensor]()
         for index, name, first, other in self._shared():
             parameter = self._parameters[name]
             if me == first:
                 plain = sums[name].to(parameter.dtype).contiguous()
-                work = self._links.send(plain, other, "sum", tag_of_sum(index))
-                sending.append((work, plain))
+                self._links.post(plain, other, "sum", tag_of_sum(index))
+                sending.append(plain)
             elif me == other:
                 plain = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 self._links.receive(plain, first, "sum", tag_of_sum(index)).wait()
                 sums[name] = plain
-        for work, _ in sending:
+        for work in self._links.posted():
             work.wait()
 
     def _shared(self) -> Iterator[tuple[int, str, int, int]]:
