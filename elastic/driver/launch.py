@@ -189,6 +189,7 @@ def run_config(
             loop=loop,
             onlooker=Onlooker(
                 on_progress,
+                place=place,
                 tell_place=config.storage is None,
                 is_silent=is_silent,
                 is_script=target.startswith(resume.SCRIPT),

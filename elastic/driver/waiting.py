@@ -47,6 +47,8 @@ def wait(driver: Any, onlooker: "Onlooker", detach: bool) -> dict[str, Any] | No
                         end_by = min(end_by, time.monotonic() + END_NOW_S)
                 if time.monotonic() > end_by:
                     driver.abandon()
+            if answer["is_open"]:
+                onlooker.look_back()
             return answer
         finally:
             onlooker.end()
@@ -98,12 +100,14 @@ class Onlooker:
         tell_place: bool = False,
         is_silent: bool = False,
         is_script: bool = False,
+        place: str = "",
     ) -> None:
-        """tell_place: once the run is there to stay. is_silent: not how far a start is that lacks
-        nothing. is_script: its steps are its own, and it is stopped at a report."""
+        """place: the run directory. tell_place: once the run is there to stay. is_silent: not how
+        far a start is that lacks nothing. is_script: its steps are its own, and it is stopped at a
+        report."""
         self._tell_place, self._is_silent, self._is_script = tell_place, is_silent, is_script
         self._display = None if on_progress is None else Display(on_progress)
-        self._told = ""
+        self._told, self._place = "", place
 
     def look(self, driver: Any) -> None:
         line = driver.waits_for
@@ -132,6 +136,11 @@ class Onlooker:
         else:
             when = "with the checkpoint of this step"
         tell(f"{name}: the run stops {when}; a second one ends it at once")
+
+    def look_back(self) -> None:
+        """At a run that has ended, perhaps before it was seen to begin."""
+        if self._display is not None and self._place:
+            self._display.begin(self._place)
 
     def end(self) -> None:
         if self._display is not None:

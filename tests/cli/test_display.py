@@ -27,7 +27,7 @@ from elastic.store.run_directory import RunDirectory
 from tests.cli.test_progress import METRICS, STATUS, decision
 from tests.object_store import FaultProxy, S3Server, uri
 
-ANSWER = {"outcome": "succeeded"}
+ANSWER = {"is_open": True}
 POLLS = 5
 BLOCKED_S = 60.0
 MILLION = 1_000_000
@@ -113,6 +113,13 @@ def test_a_display_that_blocks_holds_up_neither_the_lease_nor_the_end_of_the_run
     is_free, was_freed = threading.Event(), list[bool]()
     driver = attach("r", lambda _: was_freed.append(is_free.wait(BLOCKED_S)), is_free.set)
     assert (driver.polls, was_freed[0]) == (POLLS, True)
+
+
+def test_a_run_that_ends_before_it_was_seen_to_begin_is_shown():
+    shown = list[str]()
+    driver = Waiting()
+    assert wait(driver, Onlooker(shown.append, place="r"), detach=False) == ANSWER
+    assert shown == ["r"]
 
 
 class Waiting:
