@@ -17,7 +17,7 @@ for name in (
     *("workers.worker", "workers.backup.server", "workers.parallel.hsdp"),
     *("workers.parallel.fsdp_grad_op", "workers.parallel.pipeline.strategy"),
     *("tests.workers.sharded_rig", "tests.workers.pipeline_models", "tests.device.build"),
-    "tests.scripts.ray_alone",
+    *("tests.scripts.ray_alone", "tests.scripts.local_run"),
 ):
     with contextlib.suppress(ImportError):  # whoever needs it will be told
         importlib.import_module(name)
