@@ -83,6 +83,39 @@ def test_the_bitwise_reducer_holds_three_and_a_half_gradients_at_most(world_size
     assert max(all_good(run_ranks(world_size, body))) <= 3.5
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("reduction", "most"), [("bitwise", 4.6), ("fast", 3.6)])
+def test_gradients_go_to_their_owners_a_few_at_a_time(reduction, most, world_size, monkeypatch):
+    """Of "fsdp-grad-op". The parameters and their gradients, both whole, are part of it."""
+    monkeypatch.setitem(tree_reduction.PIECE_ELEMENTS, "sim", PARAMETER_BYTES // 4 // 32)
+
+    def body(rank, meeting):
+        strategy = build(rank, "fsdp-grad-op", reduction, Wide(), clip_norm=None)
+        group = meeting.group(rank, world_size)
+        enter(strategy, group, 0)
+        torch.sim.synchronize()
+        device.reset_counters(rank)
+        live = device.counters(rank).live_bytes
+        train(strategy, group, "fsdp-grad-op", 2, reduction=reduction, work=Wide())
+        return bytes_above(rank, live) / PARAMETER_BYTES
+
+    assert max(all_good(run_ranks(world_size, body))) <= most
+
+
+def test_who_hashes_sharded_weights_holds_a_tensor_twice_at_most():
+    def body(rank, meeting):
+        strategy = build(rank, "fsdp", "bitwise", Wide())
+        enter(strategy, meeting.group(rank, 2), 0)
+        torch.sim.synchronize()
+        device.reset_counters(rank)
+        live = device.counters(rank).live_bytes
+        rig.sha256(strategy)
+        return bytes_above(rank, live) / (PARAMETER_BYTES / DEPTH)
+
+    first, other = all_good(run_ranks(2, body))
+    assert (first <= 2.1, other <= 0.1) == (True, True), "tensors"
+
+
 @pytest.mark.parametrize("work", [Wide, Deferred])
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("parallel", ["fsdp", "fsdp-grad-op"])

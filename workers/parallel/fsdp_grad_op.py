@@ -4,6 +4,7 @@ whole and go to their owners once, when all passes are done.
 A rank's ids are contiguous, as in DDP. Wrapping is fsdp2_private's.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence, Set
 
 import torch
@@ -16,7 +17,8 @@ from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.parallel.fsdp2_private.usage import Usage
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.reduction.reducers import Reduced
-from workers.reduction.tree import Block, FlatLayout, Flats, TreeFold, blocks_of, fold_blocks
+from workers.reduction.tree import Block, FlatLayout, TreeFold, blocks_of, fold_blocks
+from workers.reduction.tree_reduction import PIECE_ELEMENTS, PIECES_IN_FLIGHT
 
 
 class FsdpGradOpReducer:
@@ -144,25 +146,59 @@ class FsdpGradOpReducer:
                 sum(shapes[i].numel() for i in part.leaves[self._leaves_of(part.leaves, rank)])
                 for rank in range(world_size)
             ]
-            owned.append(self._exchange([flats for _, flats in sums], index, sizes, blocks))
+            partials = [flats[index][: sum(sizes)].split(sizes) for _, flats in sums]
+            owned.append(self._exchange(partials, sizes, blocks))
         return owned
 
+    @torch.no_grad()
     def _exchange(
         self,
-        partials: Sequence[Flats],
-        part: int,
+        partials: Sequence[Sequence[Tensor]],
         sizes: list[int],
         blocks: Sequence[tuple[Block, ...]],
     ) -> Tensor:
-        cut = [flats[part][: sum(sizes)].split(sizes) for flats in partials]
-        sent = [torch.cat([of_block[rank] for of_block in cut]) for rank in range(len(sizes))]
-        size = sizes[self._group.rank()]
-        received = [sent[0].new_empty(len(of_rank) * size) for of_rank in blocks]
-        self._group.all_to_all(received, sent).wait()
-        if size == 0:
-            return received[0][:0]
-        return fold_blocks(
-            (block, piece)
-            for of_rank, flat in zip(blocks, received, strict=True)
-            for block, piece in zip(of_rank, flat.split(size), strict=True)
-        )
+        """partials: of each of this rank's blocks, each owner's stretch. A few elements of every
+        stretch at a time: what is on its way takes memory beside the partials."""
+        own = self._group.rank()
+        result = partials[0][own].new_empty(sizes[own])
+        limit = PIECE_ELEMENTS.get(result.device.type, 1 << 22)
+        step = max(limit // self._group.size(), 1)
+        on_their_way: deque[_Piece] = deque()
+        for at in range(0, max(sizes), step):
+            if len(on_their_way) == PIECES_IN_FLIGHT:
+                on_their_way.popleft().fold()
+            sent = [[stretch[at : at + step] for stretch in of_block] for of_block in partials]
+            place = result[at : at + step]
+            on_their_way.append(_Piece(self._group, sent, place, blocks))
+        while on_their_way:
+            on_their_way.popleft().fold()
+        return result
+
+
+class _Piece:
+    """Some of each owner's elements on their way to it, of all blocks."""
+
+    def __init__(
+        self,
+        group: AnyGroup,
+        partials: Sequence[Sequence[Tensor]],
+        result: Tensor,
+        blocks: Sequence[tuple[Block, ...]],
+    ) -> None:
+        """result: where the sum of this rank's own goes."""
+        self._result, self._blocks = result, blocks
+        by_owner = list(zip(*partials, strict=True))
+        in_sizes = [sum(piece.numel() for piece in of_owner) for of_owner in by_owner]
+        out_sizes = [len(of_rank) * result.numel() for of_rank in blocks]
+        self._sent = torch.cat([piece for of_owner in by_owner for piece in of_owner])
+        self._received = result.new_empty(sum(out_sizes))
+        self._pending = group.all_to_all_flat(self._received, self._sent, out_sizes, in_sizes)
+
+    def fold(self) -> None:
+        """Raises PeerLost."""
+        self._pending.wait()
+        if not self._result.numel():
+            return
+        received = self._received.split(self._result.numel())
+        blocks = (block for of_rank in self._blocks for block in of_rank)
+        self._result.copy_(fold_blocks(zip(blocks, received, strict=True)))

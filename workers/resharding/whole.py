@@ -18,16 +18,17 @@ def whole_on_first(
     if not layout.is_cut or group.size() == 1:
         return mine
     mine = mine.to(device)  # what is offloaded can be sent from there only
-    nothing = mine.new_empty(0)
     own = [layout.own(Position(mesh, rank)) for rank in range(group.size())]
-    flat = nothing if own[group.rank()] is None else mine.contiguous().reshape(-1)
+    flat = mine.new_empty(0) if own[group.rank()] is None else mine.contiguous().reshape(-1)
     is_first = group.rank() == 0
-    received = [mine.new_empty(box.size if box and is_first else 0) for box in own]
-    group.all_to_all(received, [flat, *(nothing for _ in range(group.size() - 1))]).wait()
+    sizes = [box.size if box and is_first else 0 for box in own]
+    received = flat.new_empty(sum(sizes))
+    to_first = [flat.numel(), *(0 for _ in own[1:])]
+    group.all_to_all_flat(received, flat, sizes, to_first).wait()
     if not is_first:
-        return nothing
+        return mine.new_empty(0)
     whole = mine.new_empty(layout.shape)
-    for box, part in zip(own, received, strict=True):
+    for box, part in zip(own, received.split(sizes), strict=True):
         if box is not None:
             part_of(whole, box).copy_(part.view(box.shape))
     return group.read(whole)

@@ -66,17 +66,22 @@ class SharedRows:
     def _gather(self, ranks: tuple[int, ...], names: list[str]) -> None:
         mine = [self._parameters[n].detach() for n in names]
         sizes = [[rows * self._width(n) for rows in self._counts[n]] for n in names]
-        flat = torch.cat([t.reshape(-1) for t in mine])
+        of_rank = [sum(of_names) for of_names in zip(*sizes, strict=True)]
+        pieces = [t.reshape(-1) for t in mine]
+        flat = pieces[0].new_empty(max(of_rank))  # of one size on all ranks: nothing is repacked
+        torch.cat(pieces, out=flat[: sum(t.numel() for t in pieces)])
         gathered = [flat]
         if len(ranks) > 1:
-            gathered = [flat.new_empty(sum(of_rank)) for of_rank in zip(*sizes, strict=True)]
-            self._groups.of(ranks).all_gather(gathered, flat).wait()
+            received = flat.new_empty(len(ranks) * flat.numel())
+            self._groups.of(ranks).all_gather_flat(received, flat).wait()
+            rows = received.view(len(ranks), flat.numel())
+            gathered = [row[:size] for row, size in zip(rows, of_rank, strict=True)]
         by_rank = zip(gathered, zip(*sizes, strict=True), strict=True)
         of_ranks = [all_of_it.split(list(of_names)) for all_of_it, of_names in by_rank]
-        for name, rows, pieces in zip(names, mine, zip(*of_ranks, strict=True), strict=True):
+        for name, own, parts in zip(names, mine, zip(*of_ranks, strict=True), strict=True):
             parameter = self._parameters[name]
-            self._rows[name], parameter.grad = rows, None
-            parameter.data = torch.cat(pieces).view(self._shapes[name])
+            self._rows[name], parameter.grad = own, None
+            parameter.data = torch.cat(parts).view(self._shapes[name])
 
     def _width(self, name: str) -> int:
         return self._shapes[name][1:].numel()
