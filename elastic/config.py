@@ -20,6 +20,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 MOST_TRIED = 1 << 16
 """Divisors that are looked for."""
+NUMA_BINDINGS = ("node", "none")
 ON_STORAGE_ERROR = ("warn", "fail")
 SLIP = re.compile(r"(s3|gs|gcs|abfss?|hdfs|viewfs|https?|file)(?::/*|//+)(?=[^/])")
 """A URI without one of its three marks, which would be a folder of this machine."""
@@ -108,6 +109,9 @@ class Resources:
     has, or can add, some that the torch of its nodes can use. Default "auto"."""
     cpus_per_worker: int = 1
     """CPU slots and intra-op threads per worker; default 1. A bitwise run keeps its number."""
+    numa_binding: str = "node"
+    """"node": a worker with a GPU runs on the CPUs of the GPU's NUMA node, of those that it may run
+    on; or "none". Default "node"."""
     labels: str | None = None
     """Nodes that workers may be placed on, by Ray's labels: "KEY=VALUE,KEY=VALUE", and behind a
     semicolon where else, in the order of preference; default None: on any node.
@@ -130,6 +134,7 @@ class Resources:
     def __post_init__(self) -> None:
         check_whole("cpus_per_worker", self.cpus_per_worker, at_least=1)
         check_word("device", self.device, DEVICES)
+        check_word("numa_binding", self.numa_binding, NUMA_BINDINGS)
         if self.spot is not None:
             parse_spot(self.spot)
         if self.labels is not None:

@@ -39,7 +39,6 @@ NO_EFFECT = (
     "master_port",
     "local_addr",
     "logs_specs",
-    "numa_binding",
     "signals_to_handle",
     "shutdown_timeout",
 )
@@ -94,12 +93,20 @@ def request_of(words: Sequence[str]) -> Request:
         goes_in_place=may_go_on_in_place(asked.script_level),
         storage=str(Path(asked.log_dir or tempfile.mkdtemp(prefix="elastic-runs-")).resolve()),
         name=asked.rdzv_id if is_named else f"{Path(script).stem}-{os.getpid()}",
-        notes=tuple(
-            f"--{option.replace('_', '-')} has no effect: the cluster is Ray's"
-            for option in NO_EFFECT
-            if getattr(asked, option, None) != getattr(defaults, option, None)
-        ),
+        notes=notes_of(asked, defaults),
     )
+
+
+def notes_of(asked: Namespace, defaults: Namespace) -> tuple[str, ...]:
+    """What has no effect, a line each."""
+    notes = [
+        f"--{option.replace('_', '-')} has no effect: the cluster is Ray's"
+        for option in NO_EFFECT
+        if getattr(asked, option, None) != getattr(defaults, option, None)
+    ]
+    if (binding := getattr(asked, "numa_binding", None)) not in (None, "node"):
+        notes.append(f"--numa-binding {binding} has no effect: it is `node` on machines with GPUs")
+    return tuple(notes)
 
 
 def parsed(words: Sequence[str]) -> tuple[Namespace, Namespace]:

@@ -43,7 +43,7 @@ from workers.checkpoint.saver import Saver
 from workers.data.loader import LoadedBatch, Loader, LoaderLost
 from workers.data.placement import to_device
 from workers.data.supply import OpenFeed, Supply
-from workers.health import fingerprint, gpu, preflight, stacks, storage
+from workers.health import fingerprint, gpu, numa, preflight, stacks, storage
 from workers.health.notice import Notice
 from workers.health.pulse_process import PulseProcess
 from workers.health.spot import SpotWatch
@@ -133,7 +133,7 @@ class Worker:
         spec = self._spec
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's
         logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-        torch.set_num_threads(spec.num_threads)
+        torch.set_num_threads(spec.cpus.num_threads)
         self._vitals = Vitals()
         self._pulse = PulseProcess(spec, self._vitals.fd, stacks.arm())
         self._pulse.start(spec.controller)
@@ -254,6 +254,8 @@ class Worker:
         if device.type == "cpu":
             keep_freed()
         self._gpu_name = gpu.name_of(device)
+        if device.type == "cuda" and spec.cpus.numa_binding == "node":
+            numa.run_near(gpu.pci_address(device), spec.cpus.num_threads + numa.SPARE)
         preflight.check(device, self._gpu_name, spec.host)
         if spec.has_checkpoints:
             storage.check(spec.place, spec.host, is_newcomer=spec.is_newcomer)

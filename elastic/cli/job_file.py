@@ -20,6 +20,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "standby": (WHOLE,),
         "device": (TEXT,),
         "cpus_per_worker": (WHOLE,),
+        "numa_binding": (TEXT,),
         "labels": (TEXT,),
         "accelerator_type": (TEXT,),
         "worker_resources": (TEXT,),

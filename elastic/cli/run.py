@@ -96,6 +96,9 @@ def run(
     ] = 8,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda, which waits for GPUs.")] = "auto",
     cpus_per_worker: Annotated[int, typer.Option(help="CPU slots and threads of each.")] = 1,
+    numa_binding: Annotated[
+        str, typer.Option(help="node: a worker runs on the CPUs near its GPU; or none.")
+    ] = "node",
     labels: Annotated[
         str | None,
         typer.Option(
@@ -160,6 +163,7 @@ def run(
         "max_failures": max_failures,
         "device": device,
         "cpus_per_worker": cpus_per_worker,
+        "numa_binding": numa_binding,
         "labels": labels,
         "accelerator_type": accelerator_type,
         "worker_resources": worker_resources,

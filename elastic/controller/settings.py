@@ -9,7 +9,7 @@ from typing import Any
 from elastic.config import RunConfig
 from elastic.control.state import Limits
 from elastic.protocol.timeouts import timeouts_of
-from elastic.protocol.worker_spec import WorkerSpec
+from elastic.protocol.worker_spec import Cpus, WorkerSpec
 
 SAVE_EVERY_S = 600.0
 """What a fall back to the newest checkpoint may cost, about."""
@@ -56,7 +56,7 @@ def worker_spec(
         token=order["token"],
         controller=controller,
         device=order["device"],
-        num_threads=config.resources.cpus_per_worker,
+        cpus=Cpus(config.resources.cpus_per_worker, config.resources.numa_binding),
         folder=order["folder"],
         place=place,
         steps=config.steps,

@@ -33,6 +33,7 @@ MAY_DIFFER = frozenset(
         "address",
         "device",
         "cpus_per_worker",
+        "numa_binding",
         "labels",
         "accelerator_type",
         "worker_resources",

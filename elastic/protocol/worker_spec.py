@@ -8,6 +8,16 @@ from elastic.protocol.mesh import DDP, Parallel
 from elastic.protocol.timeouts import Timeouts
 
 
+@dataclass(frozen=True, slots=True)
+class Cpus:
+    """Of one worker."""
+
+    num_threads: int
+    """Of an operation."""
+    numa_binding: str = "none"
+    """"node": its process runs on those near its GPU; or "none"."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """Everything a worker process needs to know before it connects to the controller."""
@@ -22,7 +32,7 @@ class WorkerSpec:
     node: str = ""
     """Of this worker, in Ray's words; set where the worker runs."""
     device: str  # "cpu" or "cuda"
-    num_threads: int
+    cpus: Cpus
     folder: str | None
     """Folder of the workload's module on this node; None where Ray has shipped it."""
     place: str = ""

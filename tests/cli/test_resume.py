@@ -66,6 +66,7 @@ def test_a_name_that_nobody_used_is_a_fresh_run():
         {"address": "ray://x"},
         {"device": "cpu"},
         {"cpus_per_worker": 2},
+        {"numa_binding": "none"},
         {"steps": 11},
         {"name": "r", "storage": "/elsewhere/../s"},
     ],
@@ -85,6 +86,7 @@ def test_a_run_directory_of_before_the_settings_were_grouped_is_resumed():
     past = json.loads(written)
     config = RunConfig.from_json(past)
     newer = dict.fromkeys(("spot", "labels", "accelerator_type", "worker_resources"))
+    newer["numa_binding"] = "node"
     newer["faults"] = {**past["faults"], "validate": True}
     assert config.to_json() == {**past, **newer}
     before = config_json(past, "/j.py:Job", {}, {"torch": "2.13"})

@@ -214,6 +214,9 @@ def test_options_that_have_no_effect_are_told():
         "--rdzv-backend has no effect: the cluster is Ray's",
         "--master-port has no effect: the cluster is Ray's",
     )
+    assert asked("--numa-binding", "node").notes == ()
+    said = "--numa-binding socket has no effect: it is `node` on machines with GPUs"
+    assert asked("--numa-binding=socket").notes == (said,)
 
 
 @pytest.mark.parametrize(

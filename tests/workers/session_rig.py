@@ -10,7 +10,7 @@ from torch import nn
 
 from elastic.protocol.mesh import Parallel
 from elastic.protocol.messages.to_worker import Abort, Form
-from elastic.protocol.worker_spec import WorkerSpec
+from elastic.protocol.worker_spec import Cpus, WorkerSpec
 from tests.workers import where
 from tests.workers.fake_groups import ThreadGroup
 from tests.workers.waits import NAMES, waits
@@ -124,7 +124,7 @@ def spec(reduction="bitwise", *, parallel="ddp", **changes):
     seconds |= {name: changes.pop(name) for name in NAMES if name in changes}
     plain = WorkerSpec(
         worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
-        device="cpu", num_threads=1, folder=None, steps=9, global_batch=12, micro_batch=3,
+        device="cpu", cpus=Cpus(1), folder=None, steps=9, global_batch=12, micro_batch=3,
         parallel=Parallel.of(parallel), reduction=reduction, clip_norm=0.5, seed=3,
         eval_every=None, checkpoint_every=None, max_nonfinite=1, detect_s=3.0,
         timeouts=waits(**seconds), has_checkpoints=False,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.mesh import Parallel
-from elastic.protocol.worker_spec import WorkerSpec
+from elastic.protocol.worker_spec import Cpus, WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
@@ -108,7 +108,7 @@ def spec(parallel: str, reduction: str = "bitwise", **options: Any) -> WorkerSpe
     """parallel: in words."""
     plain = WorkerSpec(
         worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
-        device="cpu", num_threads=1, folder=None, steps=9, global_batch=32, micro_batch=4,
+        device="cpu", cpus=Cpus(1), folder=None, steps=9, global_batch=32, micro_batch=4,
         parallel=Parallel.of(parallel), reduction=reduction, clip_norm=0.5, seed=3,
         eval_every=None, checkpoint_every=None, has_checkpoints=True, max_nonfinite=1, detect_s=3.0,
         timeouts=waits(join_s=DEADLINE_S, operation_s=DEADLINE_S),

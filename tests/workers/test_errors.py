@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic.protocol.errors import UnfitNode, UserError, WrongInput
+from elastic.protocol.worker_spec import Cpus
 from tests.workers.session_rig import CPU, Rig, Tiny, spec
 from workers.parallel.build import build_strategy
 from workers.train_state.build import check_threads
@@ -173,7 +174,7 @@ def test_a_workload_that_sets_another_number_of_threads_is_refused_where_bits_co
             return super().build_model()
 
     before, one = torch.get_num_threads(), spec("bitwise")
-    two = replace(one, num_threads=2)
+    two = replace(one, cpus=Cpus(2))
     try:
         build_strategy(Threaded(), one, CPU)
         check_threads(two, CPU)

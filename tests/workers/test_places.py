@@ -34,6 +34,7 @@ HOST_ONLY = {
     "memory": ON_HOST,
     "moves": NO_TENSORS,
     "notice": NO_TENSORS,
+    "numa": NO_TENSORS,
     "order": NO_TENSORS,
     "own_group": BACKEND,
     "parquet_loader": "batches are made on the host, as in test_loader.py",

@@ -115,8 +115,13 @@ def name_of(device: torch.device) -> str:
     if device.type != "cuda":
         return str(device)
     found = torch.cuda.get_device_properties(device)
-    place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    return f"GPU-{found.uuid} {place} {found.name}"
+    return f"GPU-{found.uuid} {pci_address(device)} {found.name}"
+
+
+def pci_address(device: torch.device) -> str:
+    """As Linux writes it."""
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def peak_memory(device: torch.device) -> int | None:

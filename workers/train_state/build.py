@@ -72,11 +72,11 @@ def check_threads(spec: WorkerSpec, device: torch.device) -> None:
     """After the workload's code: bits of the CPU's kernels follow the number of threads, which is
     to be the recorded one on every node."""
     found = torch.get_num_threads()
-    if spec.reduction == "bitwise" and device.type == "cpu" and found != spec.num_threads:
+    if spec.reduction == "bitwise" and device.type == "cpu" and found != spec.cpus.num_threads:
         raise WrongInput(
             f"the workload set {found} intra-op threads, but reduction='bitwise' computes with "
-            f"cpus_per_worker={spec.num_threads}: leave out torch.set_num_threads, or start the "
-            f"run with cpus_per_worker={found}"
+            f"cpus_per_worker={spec.cpus.num_threads}: leave out torch.set_num_threads, or start "
+            f"the run with cpus_per_worker={found}"
         )
 
 
