@@ -19,7 +19,7 @@ from tests.gpu.one.a5_bits import counts
 from tests.gpu.one.a8_sanitizers import errors_in
 
 FOLDER = Path(experiment.__file__).parent
-NAMES = [*(f"a{n}" for n in range(1, 12)), *(f"b{n}" for n in range(1, 10)),
+NAMES = [*(f"a{n}" for n in range(1, 13)), *(f"b{n}" for n in range(1, 10)),
          *(f"c{n}" for n in range(1, 7))]  # fmt: skip
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.messages.backup import Shared
+from workers.distributed.captures import take_no_part
 from workers.train_state.snapshot import Arena, aligned
 
 _serials = itertools.count()
@@ -62,6 +63,7 @@ class SharedArena(Arena):
 def pin(area: mmap.mmap, flat: Tensor) -> None:
     """CUDA writes to it at once, as long as it is mapped. Where that is refused (a limit on locked
     memory), it writes beside it, and the host copies."""
+    take_no_part()
     runtime: Any = torch.cuda.cudart()
     address = flat.data_ptr()
     if int(runtime.cudaHostRegister(address, flat.nbytes, 0)) == 0:

@@ -12,6 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from workers.distributed.captures import take_no_part
+
 FIRST_S, LONGEST_S = 5e-5, 1e-3
 """Between two looks."""
 
@@ -20,6 +22,7 @@ def wait_for(event: torch.Event, check: Callable[[], object] = lambda: None) -> 
     """Until the device has come to it. check: called between two looks and in the end; what it
     raises ends the wait."""
     pause_s = FIRST_S
+    take_no_part()
     while not event.query():
         check()
         time.sleep(pause_s)
@@ -73,6 +76,7 @@ class Exit:
         """target: contiguous, on the host."""
         if not tensor.numel():
             return Leaving(target)
+        take_no_part()
         staged = None if target.is_pinned() else torch.empty_like(target, pin_memory=True)
         with self._stream:
             self._stream.wait_event(self._from)

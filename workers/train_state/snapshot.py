@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.distributed.captures import take_no_part
 from workers.distributed.device_wait import Exit, Leaving
 
 
@@ -50,6 +51,8 @@ class Arena:
         """Room for such tensors. Takes its time: a page fault per 4 KiB or 2 MiB."""
         size_bytes = sum(aligned(dtype.itemsize * math.prod(shape)) for dtype, shape in shapes)
         if self._flat.nbytes < size_bytes:
+            if self._is_pinned:
+                take_no_part()
             self._flat = torch.empty(0, dtype=torch.uint8)  # first: never the old and the new
             flat = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
             self._flat = flat.zero_()
