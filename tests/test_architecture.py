@@ -192,7 +192,7 @@ HOST_READS = {
     "workers/distributed/exchange.py gather_json": "came over the control group",
     "workers/distributed/pieces.py _end_round": "came over the control group",
     "workers/verify.py verify": "came over the control group",
-    "workers/verify.py fingerprint": "committed state",
+    "workers/verify.py fingerprints": "committed state",
     "workers/nonfinite.py look": "only told of over the control group",
     "workers/reduction/norm.py norm_of_rows": "a finite vote has waited for the gradients",
     "workers/reduction/reducers.py magnitude": "was read by the group",

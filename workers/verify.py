@@ -43,7 +43,7 @@ def verify(member: "Member", every: int) -> None:
     assert group is not None
     if group.size() == 1 or train_state.step == 0 or train_state.step % every:
         return
-    found = fingerprints(train_state, member.layout)
+    found = fingerprints(train_state, member.layout, group.read)
     parts = sorted(found)
     hashes = [found[part] for part in parts]
     mine = torch.tensor([combined(part) for part in hashes])
@@ -104,18 +104,26 @@ def compare(found: Sequence[Mapping[str, int]]) -> tuple[list[int], str, int]:
 
 
 def fingerprints(
-    train_state: "TrainState", layout_of: Callable[[str, Tensor], TensorLayout]
+    train_state: "TrainState",
+    layout_of: Callable[[str, Tensor], TensorLayout],
+    read: Callable[[Tensor], Tensor] = Tensor.cpu,
 ) -> dict[tuple[tuple[Axis, ...], tuple[int, ...]], dict[str, int]]:
     """By the axes that cut them, or the blocks that need them: of parameters and optimizer state,
     by their names in a snapshot, what this rank has. Not of buffers, which a step in progress has
-    changed."""
-    found: dict[tuple[tuple[Axis, ...], tuple[int, ...]], dict[str, int]] = {}
+    changed. read: to the host; once for each device."""
     trained = serialization.trained_tensors(train_state.model, train_state.optimizer)
+    sums: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in trained.items():
+        sums.setdefault(local(tensor).device, {})[name] = fingerprint(local(tensor))
+    numbers: dict[str, int] = {}
+    for of_device in sums.values():
+        found = read(torch.stack(list(of_device.values())))
+        numbers |= zip(of_device, found.tolist(), strict=True)
+    parts: dict[tuple[tuple[Axis, ...], tuple[int, ...]], dict[str, int]] = {}
     for name, tensor in trained.items():
         layout = layout_of(name, tensor)
-        of_part = found.setdefault((layout.axes, layout.blocks), {})
-        of_part[name] = fingerprint(local(tensor))
-    return found
+        parts.setdefault((layout.axes, layout.blocks), {})[name] = numbers[name] & MASK
+    return parts
 
 
 def combined(hashes: Mapping[str, int]) -> int:
@@ -126,13 +134,13 @@ def combined(hashes: Mapping[str, int]) -> int:
     return total - 2**64 if total >= 2**63 else total
 
 
-def fingerprint(tensor: Tensor) -> int:
+def fingerprint(tensor: Tensor) -> Tensor:
     """A 64-bit number that any single changed word changes: sums of 64-bit words by rows, the
-    rows weighted by odd numbers. It reads the tensor once and no more."""
+    rows weighted by odd numbers. It stays on the device, and reads the tensor once and no more."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     flat = plain.view(torch.uint8)
     num_words = flat.numel() // 8
-    tail = flat[8 * num_words :].tolist()
+    tail = flat[8 * num_words :].long()
     if flat.storage_offset() % 8:
         flat = flat.clone()
     words = flat[: 8 * num_words].view(torch.int64)
@@ -141,4 +149,5 @@ def fingerprint(tensor: Tensor) -> int:
     rest = words[num_rows * ROW_WORDS :].sum().reshape(1)
     sums = torch.cat([rows, rest])
     weights = torch.arange(1, 2 * len(sums), 2, device=sums.device)
-    return (int((sums * weights).sum()) + int.from_bytes(bytes(tail), "little")) & MASK
+    shifts = 8 * torch.arange(len(tail), device=tail.device)
+    return (sums * weights).sum() + (tail << shifts).sum()

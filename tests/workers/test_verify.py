@@ -122,6 +122,20 @@ def test_rows_are_told_from_what_is_replicated():
     assert not set(whole) & set(rows)
 
 
+def test_the_host_reads_once_of_each_device():
+    train_state, reads = stepped(), list[torch.Tensor]()
+
+    def read(sums):
+        reads.append(sums)
+        return sums.cpu()
+
+    found = fingerprints(train_state, layout_of, read)
+    trained = serialization.trained_tensors(train_state.model, train_state.optimizer)
+    devices = {tensor.device for tensor in trained.values()}
+    assert sorted(str(sums.device) for sums in reads) == sorted(map(str, devices))
+    assert found == fingerprints(train_state, layout_of)
+
+
 def test_replicas_of_a_shard_must_agree_on_its_rows():
     hsdp, fsdp = Mesh(Parallel.of("hsdp:2"), 5), Mesh(Parallel.of("fsdp"), 2)
     assert groups_alike(hsdp, ()) == [[0, 1, 2, 3, 4]]
