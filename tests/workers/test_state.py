@@ -132,6 +132,27 @@ def test_a_snapshot_is_a_copy_and_holds_shared_tensors_once() -> None:
     assert "optimizer/table.weight/exp_avg" in tensors
 
 
+@pytest.mark.usefixtures("place")
+def test_options_of_an_optimizer_that_are_tensors_come_back_where_they_were() -> None:
+    def built(lr: float) -> tuple[nn.Module, Any]:
+        model = Tied().to(where.HERE)
+        parameters = list(model.parameters())
+        options = {
+            "lr": torch.tensor(lr, device=where.HERE),
+            "betas": (torch.tensor(0.8), torch.tensor(0.95)),
+        }
+        return model, torch.optim.Adam([{"params": parameters, **options}], foreach=False)
+
+    model, optimizer = built(0.5)
+    header, tensors = capture(model, optimizer, None)
+    other, restored = built(0.1)
+    on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
+    restore(other, restored, None, json.loads(json.dumps(header)), on_host)
+    (group,) = restored.param_groups
+    assert (group["lr"].device, group["lr"].item()) == (where.HERE, 0.5)
+    assert (group["betas"][0].device, group["betas"][0].item()) == (where.CPU, torch.tensor(0.8))
+
+
 def test_values_come_back_with_their_types() -> None:
     value = {
         "a": [1, 0.1, True, None, "x", (1, (2.5,)), []],

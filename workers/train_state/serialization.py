@@ -165,7 +165,7 @@ def _captured_optimizer(
         groups.append(
             {
                 "params": [names[p] for p in group["params"]],
-                "options": encode(options, f"groups/{i}", tensors),
+                "options": encode(options, f"groups/{i}", tensors, first_of(group)),
             }
         )
     state: dict[str, Json] = {}
@@ -180,6 +180,11 @@ def _captured_optimizer(
     return {"groups": groups, "state": state, "shared": shared}
 
 
+def first_of(group: Mapping[str, Any]) -> Tensor | None:
+    """A parameter of the group: its tensor options are where it is, unless they are on the CPU."""
+    return next(iter(group["params"]), None)
+
+
 def _restore_optimizer(
     header: Json,
     tensors: Mapping[str, Tensor],
@@ -192,7 +197,8 @@ def _restore_optimizer(
     if have != [names_in(group, "params") for group in groups]:
         raise ValueError("build_optimizer made other parameter groups than those of the state")
     for group, captured in zip(optimizer.param_groups, groups, strict=True):
-        group.update(entry({"options": decode(captured.get("options"), tensors)}, "options", dict))
+        options = decode(captured.get("options"), tensors, first_of(group))
+        group.update(entry({"options": options}, "options", dict))
     optimizer.state.clear()
     parameters = {name: p for p, name in names.items()}
     for name, value in entry(header, "state", dict).items():
