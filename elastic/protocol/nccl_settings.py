@@ -14,6 +14,8 @@ PREFERRED = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # shares change their size at every regroup
 }
 """What the environment says otherwise counts."""
+FORMER_NAMES = {"PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
+"""Torch reads these, too, and which of the two counts is its version's business."""
 
 
 def recorded(device: str) -> dict[str, dict[str, str]]:
@@ -34,7 +36,8 @@ def settings(
                 f"{name}={environment[name]} is set where the worker runs, and must be {value}: "
                 "torch would end the survivors of a loss; unset it"
             )
+    given = {FORMER_NAMES.get(name, name) for name in environment}
     preferred = {**PREFERRED, "TORCH_NCCL_NONBLOCKING_TIMEOUT": f"{join_timeout_s:.0f}"}
     if interface:
         preferred["NCCL_SOCKET_IFNAME"] = interface
-    return REQUIRED | {n: v for n, v in preferred.items() if n not in environment}
+    return REQUIRED | {n: v for n, v in preferred.items() if n not in given}

@@ -162,6 +162,8 @@ def test_what_the_environment_says_of_nccl_counts_and_the_rest_is_set():
     assert (
         nccl_settings.settings({}, gpu.interface_of("127.0.0.1"), 30)["NCCL_SOCKET_IFNAME"] == "lo"
     )
+    former = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}
+    assert "PYTORCH_ALLOC_CONF" not in nccl_settings.settings(former, "", 30)
 
 
 class Racing(Sheet):
