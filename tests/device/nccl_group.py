@@ -190,6 +190,8 @@ class SimulatedNccl:
         **options: Any,
     ) -> Work:
         self._wait_until_connected()
+        if any(t.is_complex() for t in (*outputs, *inputs)):
+            raise TypeError("Unconvertible NCCL type")
         self.before_launch(kind.name)
         self.num_launches += 1
         event = self.communicator.launch(kind, list(outputs), list(inputs), **options)

@@ -150,6 +150,8 @@ def test_tensors_of_the_host_and_gaps_are_refused():
             nccl.allreduce([torch.ones(2)])
         with pytest.raises(ValueError, match="must be contiguous"):
             nccl.allreduce([torch.ones(2, 2, device=torch.device("sim", rank)).t()[:1]])
+        with pytest.raises(TypeError, match="Unconvertible NCCL type"):
+            nccl.allreduce([torch.ones(2, device=torch.device("sim", rank), dtype=torch.cfloat)])
 
     all_good(run_ranks(2, body))
 

@@ -37,6 +37,42 @@ def test_bitwise_has_the_bits_of_one_rank_on_the_cpu(plain, parallel, world_size
     assert all_good(run_ranks(world_size, body)) == [plain] * world_size
 
 
+class Complex(rig.Work):
+    """Its parameter is complex."""
+
+    def build_model(self):
+        return Lengths()
+
+    def build_optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def batch(self, step, microbatch_id):
+        return torch.arange(8.0).view(2, 4) * (step + microbatch_id + 1)
+
+
+class Lengths(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.numbers = torch.nn.Parameter(torch.randn(4, dtype=torch.cfloat))
+
+    def forward(self, x, microbatch_id):
+        return x * self.numbers.abs()  # the device knows no conjugates
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("parallel", STRATEGIES)
+def test_complex_parameters_are_sent_as_real_numbers(parallel, world_size):
+    """NCCL has no others."""
+
+    def body(rank, meeting):
+        how = parallel, "bitwise", STEPS, Complex()
+        return trained_on_device(rank, meeting, world_size, *how, clip_norm=None)
+
+    plain = rig.build("ddp", "bitwise", Complex(), clip_norm=None)
+    rig.train(plain, Alone(), "ddp", STEPS, work=Complex())
+    assert all_good(run_ranks(world_size, body)) == [rig.sha256(plain)] * world_size
+
+
 def test_a_clipped_step_has_one_hash_over_all_strategies_and_world_sizes():
     def body(rank, meeting, parallel, world_size):
         return trained_on_device(rank, meeting, world_size, parallel, "bitwise", STEPS, rig.Work())

@@ -226,11 +226,13 @@ class CollectiveGroup(C10dGroup):
 
     def all_reduce(self, tensor: Tensor) -> Settling:
         """Sum `tensor` in place over the ranks."""
+        tensor = _real(tensor)
         what = ("all_reduce", tensor.numel())
         return self._launch(what, lambda: self.backend.allreduce([tensor]))
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Settling:
         """`outputs[r]` becomes rank r's `tensor`; one dtype, sizes may differ."""
+        outputs, tensor = [_real(t) for t in outputs], _real(tensor)
         if len({t.numel() for t in outputs}) == 1:
             what = ("all_gather", tensor.numel())
             return self._launch(what, lambda: self.backend.allgather([list(outputs)], [tensor]))
@@ -238,6 +240,7 @@ class CollectiveGroup(C10dGroup):
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Settling:
         """`outputs[r]` becomes rank r's `inputs[rank]`. One-dimensional, one dtype, any sizes."""
+        inputs, outputs = [_real(t) for t in inputs], [_real(t) for t in outputs]
         sent = torch.cat([t.reshape(-1) for t in inputs])
         received = torch.empty(
             sum(t.numel() for t in outputs), dtype=sent.dtype, device=sent.device
@@ -255,6 +258,7 @@ class CollectiveGroup(C10dGroup):
 
     def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Settling:
         """`output` becomes the ranks' tensors in a row; `tensor` may be its own part of it."""
+        output, tensor = _real(output), _real(tensor)
         what = ("all_gather", tensor.numel())
         return self._launch(what, lambda: private.all_gather_flat(self.backend, output, tensor))
 
@@ -267,13 +271,20 @@ class CollectiveGroup(C10dGroup):
     ) -> Settling:
         """Both flat and cut into `world_size` stretches, of these sizes or else equal: stretch r of
         `output` becomes rank r's stretch `rank` of `tensor`."""
-        out, in_ = list(out_sizes), list(in_sizes)
+        each = 2 if tensor.is_complex() else 1
+        out, in_ = [each * n for n in out_sizes], [each * n for n in in_sizes]
+        output, tensor = _real(output), _real(tensor)
         what = ("all_to_all", 0 if in_ else tensor.numel())
         return self._launch(what, lambda: self.backend.alltoall_base(output, tensor, out, in_))
 
     def free(self) -> None:
         """The threads, connections and buffers of its backend, whoever still knows the group."""
         self.backend = None
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same memory. No backend knows complex numbers; each is two real ones, which add alike."""
+    return tensor.view(-1).view(tensor.dtype.to_real()) if tensor.is_complex() else tensor
 
 
 def _numel(tensors: Sequence[Tensor]) -> int:
