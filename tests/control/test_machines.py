@@ -1,11 +1,15 @@
 """What a run makes of the machines that a cluster has; without Ray."""
 
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
 import torch
 
+from elastic.on_ray.actors import see_gpus
 from elastic.on_ray.placement import machines
 from elastic.on_ray.placement.machines import Torch, choose_device, driver_lack, torch_here
 from elastic.protocol.errors import WrongInput
@@ -77,3 +81,24 @@ def test_a_run_waits_for_gpus_that_the_cluster_can_add():
     assert device == "cpu"
     assert note.endswith("trains on CPUs; --device cuda waits for GPUs")
     assert choose_device("cuda", 0, {}) == ("cuda", "")
+
+
+@pytest.mark.parametrize(
+    ("is_wanted", "given", "before", "after"),
+    [
+        (True, ["3"], "0,1,2,3", "3"),  # Ray was told to leave the variable alone
+        (True, ["GPU-a"], None, "GPU-a"),
+        (True, [], "2", "2"),
+        (False, [], "0,1", ""),
+        (False, [], None, ""),
+    ],
+)
+def test_a_process_sees_the_gpus_that_ray_gave_it_or_none(
+    is_wanted, given, before, after, monkeypatch
+):
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": given})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    environment = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
+    monkeypatch.setattr(os, "environ", environment)
+    see_gpus(is_wanted)
+    assert environment == {"CUDA_VISIBLE_DEVICES": after}

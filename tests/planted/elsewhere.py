@@ -283,6 +283,27 @@ ELSEWHERE = (
         "tests/device/test_memory.py",
     ),
     Mutation(
+        "all gradients are on their way to their owners at once",
+        "workers/parallel/fsdp_grad_op.py",
+        "        step = max(limit // self._group.size(), 1)\n",
+        "        step = max(sizes)\n",
+        "tests/device/test_memory.py",
+    ),
+    Mutation(
+        "who only waits for a copy heeds the captures of others",
+        "workers/distributed/device_wait.py",
+        "    take_no_part()\n    while",
+        "    while",
+        "tests/device/test_captures.py",
+    ),
+    Mutation(
+        "a worker runs on CPUs near its GPU that it was not allowed to",
+        "workers/health/numa.py",
+        "set(allowed) & set(close)",
+        "set(close)",
+        "tests/workers/test_numa.py",
+    ),
+    Mutation(
         "a model to be sharded is whole on its device at first",
         "workers/parallel/sharded.py",
         "        whole = leave_on_host(model, device)\n",
