@@ -56,6 +56,10 @@ class CollectiveRefused(PeerLost):
     """The backend refused what was asked of it: the same members would meet it again."""
 
 
+class OutOfDeviceMemory(PeerLost):
+    """The backend got no memory of its device for a collective: fewer members may need more."""
+
+
 class GivenUp(PeerLost):
     """The loop ends the generation of its own accord: no loss is waited for that explains it."""
 

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from elastic.protocol.errors import CollectiveRefused, PeerLost
+from elastic.protocol.errors import CollectiveRefused, OutOfDeviceMemory, PeerLost
 from tests.workers.ranks import Ranks, run_ranks
+from workers.distributed.nccl import kind_of
 from workers.distributed.pending import failure_of
+
+CUDA_CALL = "NCCL error in: x.cpp:80\nncclUnhandledCudaError: Call to CUDA function failed.\nLast "
 
 
 @pytest.mark.parametrize(
@@ -16,11 +19,15 @@ from workers.distributed.pending import failure_of
         ("NCCL error ... ncclRemoteError: A call failed possibly due to a network error", PeerLost),
         ("NCCL error ... ncclSystemError: System call (e.g. socket, malloc) failed", PeerLost),
         ("NCCL error ... ncclInvalidUsage: This usually reflects invalid usage", CollectiveRefused),
-        ("ncclUnhandledCudaError: Call to CUDA function failed.", CollectiveRefused),
+        ("NCCL error ... ncclInvalidArgument: Invalid value for an argument", CollectiveRefused),
+        ("NCCL error ... ncclInternalError: Internal check failed.", PeerLost),
+        (f"{CUDA_CALL}error:\nCuda failure 'unhandled cuda error'", PeerLost),
+        (f"{CUDA_CALL}error:\nCuda failure 2 'out of memory'", OutOfDeviceMemory),
+        (f"{CUDA_CALL}error:\nFailed to CUDA calloc async 40 bytes", OutOfDeviceMemory),
     ],
 )
 def test_a_failure_is_of_the_connections_unless_it_names_a_wrong_call(said: str, kind: type):
-    assert type(failure_of(RuntimeError(said))) is kind
+    assert type(kind_of(failure_of(RuntimeError(said)))) is kind
 
 
 def test_an_error_of_this_device_is_none_of_the_group():

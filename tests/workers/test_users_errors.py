@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from elastic.protocol.errors import CollectiveRefused, PeerLost
+from elastic.protocol.errors import CollectiveRefused, OutOfDeviceMemory, PeerLost
 from tests.workers.session_rig import Rig, Tiny, abort
 from workers.health import gpu
 from workers.parallel import over_shards
@@ -106,6 +106,21 @@ def test_a_step_without_memory_among_fewer_members_waits_for_more_of_them(rig):
     )
     assert rig.step().committed
     assert weights_sha256(rig.train_state.model) == calm_hash(2)
+
+
+@pytest.mark.parametrize(("fitted_over", "too_few"), [(0, 0), (2, 1)])
+def test_a_backend_without_memory_tries_again_or_waits_for_more_members(rig, fitted_over, too_few):
+    def trouble():
+        go_on(rig)
+        raise OutOfDeviceMemory("NCCL got no memory of the GPU: Cuda failure 2 'out of memory'")
+
+    rig.workload.trouble, rig.strategy.fitted_over = trouble, fitted_over
+    assert not rig.step().committed
+    ((said, _),) = rig.link.of("collective_failed")
+    assert (said["too_few"], said["is_explained"]) == (too_few, too_few > 0)
+    assert not said["is_refused"]
+    assert said["message"].endswith("NCCL got no memory of the GPU: Cuda failure 2 'out of memory'")
+    assert rig.step().committed
 
 
 def test_behind_the_vote_the_error_says_what_did_fit(rig):

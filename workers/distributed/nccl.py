@@ -5,6 +5,7 @@ NCCL is ours to end: torch starts no threads beside it (elastic/protocol/nccl_se
 """
 
 import logging
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, cast
@@ -13,13 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  (no __all__)
 
-from elastic.protocol.errors import PeerLost
+from elastic.protocol.errors import CollectiveRefused, OutOfDeviceMemory, PeerLost
 from workers.distributed.group_spec import GroupSpec
 from workers.distributed.pending import Pending, Waitable, What, failure_of
 from workers.distributed.process_group import Group
 from workers.torch_private.c10d import nccl_options
 
 log = logging.getLogger(__name__)
+REFUSALS = ("ncclInvalidArgument", "ncclInvalidUsage")
+"""NCCL's words for a wrong call: the same members would meet it again."""
+WITHOUT_MEMORY = re.compile(r"^(Cuda failure .*out of memory|Failed to CUDA [cm]alloc).*", re.M)
+"""Its last words after ncclUnhandledCudaError, where an allocation was the call that failed."""
 LOOK_S = 0.002
 """Between two looks at whether a group that forms has been given up."""
 FREE_BYTES = 1 << 30
@@ -42,8 +47,11 @@ class NcclGroup(Group):
         try:
             cast(Any, pending.work).block_current_stream()  # `wait` would block the host
         except RuntimeError as error:
-            raise failure_of(error) from error
+            raise self.failure_of(error) from error
         self.check()
+
+    def failure_of(self, error: RuntimeError) -> PeerLost:
+        return kind_of(failure_of(error))
 
     def _in_flight(
         self, work: Waitable, what: What, unpack: Callable[[], None] | None = None
@@ -68,7 +76,7 @@ class NcclGroup(Group):
             try:
                 self._pending[0].work.wait()  # it does not block what is over
             except RuntimeError as error:
-                raise PeerLost(str(error)) from error
+                raise self.failure_of(error) from error
             self._pending.popleft()
 
     def abandon(self) -> None:
@@ -119,10 +127,21 @@ def formed(backend: Any, device: torch.device, spec: GroupSpec) -> NcclGroup:
     if spec.given_up.is_set():
         raise PeerLost("the generation was given up while it formed")
     if connecting.error is not None:
-        raise connecting.error
+        raise kind_of(failure_of(connecting.error)) from connecting.error
     group = NcclGroup(backend, spec.rank, spec.world_size, spec.name, spec.store)
     group.abort_s = spec.join_timeout_s
     return group
+
+
+def kind_of(lost: PeerLost) -> PeerLost:
+    """What NCCL says of it. Whatever else it says, the same members try again: how well it tells
+    apart what a lost peer, its abort or its own memory has led to differs by its version."""
+    text = str(lost)
+    if any(words in text for words in REFUSALS):
+        return CollectiveRefused(text)
+    if found := WITHOUT_MEMORY.search(text):
+        return OutOfDeviceMemory(f"NCCL got no memory of the GPU: {found[0]}")
+    return lost
 
 
 class _Connecting:

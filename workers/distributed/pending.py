@@ -12,11 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import Work
 
-from elastic.protocol.errors import CollectiveRefused, PeerLost, UnfitNode
+from elastic.protocol.errors import OutOfDeviceMemory, PeerLost, UnfitNode
 from workers.distributed.device_errors import is_gone
 
-REFUSALS = ("ncclInvalidArgument", "ncclInvalidUsage", "ncclUnhandledCudaError")
-"""NCCL's words for a call that no peer's death explains."""
 _UNLIMITED = timedelta(0)
 
 
@@ -125,19 +123,16 @@ class Abandoned:
 
 
 def failure_of(error: RuntimeError) -> PeerLost:
-    """What a backend raises while it waits is of the connections, whatever it says; except for
-    NCCL's errors that name a wrong call. Raises an error of this device as it is."""
+    """What a backend raises while it waits is of the connections, whatever it says. Raises an error
+    of this device as it is."""
     if isinstance(error, torch.AcceleratorError):
         raise error
-    text = str(error)
-    if any(words in text for words in REFUSALS):
-        return CollectiveRefused(text)
-    return PeerLost(text)
+    return PeerLost(str(error))
 
 
 def forming_failure_of(error: Exception) -> Exception:
     """What is told of what forming has raised: a lost peer, or of this worker itself."""
-    if isinstance(error, UnfitNode) or is_gone(error):
+    if isinstance(error, UnfitNode | OutOfDeviceMemory) or is_gone(error):
         return error
     lost = PeerLost(f"forming failed: {error}")
     lost.__cause__ = error

@@ -89,9 +89,13 @@ class Group(CollectiveGroup):
         """Wait for it. Raises PeerLost."""
         raise NotImplementedError
 
+    def failure_of(self, error: RuntimeError) -> PeerLost:
+        """What it raises; an error of this device as it is."""
+        return failure_of(error)
+
     def refusal_of(self, error: RuntimeError) -> PeerLost:
         """What a launch has raised."""
-        return failure_of(error)
+        return self.failure_of(error)
 
     def abort(self) -> None:
         """Torch's name for `abandon`."""
@@ -213,7 +217,7 @@ class Group(CollectiveGroup):
         try:
             work = self._waitable(launch(), name)
         except RuntimeError as error:
-            raise failure_of(error) from error
+            raise self.failure_of(error) from error
         self._num_launched["two"] += 1
         return self._in_flight(work, (self._num_launched["two"], name, size, f"peer{peer}"))
 

@@ -46,7 +46,7 @@ from workers.parallel.strategy import Formed, Strategy
 from workers.resharding.assemble import ShardLost
 from workers.step.evaluation_log import EvaluationLog
 from workers.step.vote import CompletedVote
-from workers.train_state.out_of_memory import told_as_loss
+from workers.train_state.out_of_memory import does_not_fit, told_as_loss
 
 log = logging.getLogger(__name__)
 RollForward: TypeAlias = Callable[[CompletedVote], None]
@@ -264,7 +264,10 @@ class Member:
 
     def collective_failed(self, error: PeerLost) -> None:
         """Say so once, unless the controller has given up the generation already."""
-        self._tell(e.PeersLost.of(error))
+        self._tell(self._lost(error))
+
+    def _lost(self, error: PeerLost) -> e.PeersLost:
+        return e.PeersLost.of(does_not_fit(error, self.world_size, self.strategy.fitted_over))
 
     def is_over_with(self, error: BaseException) -> bool:
         """Whether what the user's code raised is only the end of its generation: a lost peer in a
@@ -413,7 +416,7 @@ class Member:
         try:
             self.own.meet()
         except PeerLost as error:
-            return e.PeersLost.of(error)
+            return self._lost(error)
         assert self.group is not None
         say_alive = partial(self.vitals.enter, "restore")
         round_s = self.spec.timeouts.join_s * ROUND_OF_JOINING

@@ -6,16 +6,18 @@ It is what the kernel's own killer would make of it, a moment earlier, and with 
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
-from elastic.protocol.errors import DoesNotFit
+from elastic.protocol.errors import DoesNotFit, OutOfDeviceMemory
 from elastic.store.files import first_line
 from workers.distributed.device_errors import is_memory
 
 REFUSED = "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
 """In torch's RuntimeError for the host, and for a library's own memory on a device; for its
 allocator's it has a class."""
+Error = TypeVar("Error", bound=BaseException)
 
 
 class OutOfMemory(BaseException):
@@ -33,7 +35,7 @@ def told_as_loss(doing: str) -> Iterator[None]:
         raise OutOfMemory(f"out of memory while {doing}: {first_line(error)}") from error
 
 
-def does_not_fit(error: BaseException, world_size: int, fitted_over: int) -> BaseException:
+def does_not_fit(error: Error, world_size: int, fitted_over: int) -> Error | DoesNotFit:
     """`error`, or DoesNotFit in its place if it is of memory, in a step of fewer members than those
     who committed the one before: the run waits for more of them, and nobody is lost."""
     is_shortage = isinstance(error, Exception) and says_no_memory(error)
@@ -50,5 +52,5 @@ def does_not_fit(error: BaseException, world_size: int, fitted_over: int) -> Bas
 def says_no_memory(error: Exception) -> bool:
     is_told = isinstance(error, RuntimeError) and any(words in str(error) for words in REFUSED)
     is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    is_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    is_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfDeviceMemory)
     return is_told or is_system or is_of_memory or is_memory(error)
