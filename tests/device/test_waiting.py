@@ -10,7 +10,7 @@ import torch
 
 from elastic.protocol.errors import PeerLost
 from tests.device import device
-from tests.device.ranks import all_good, run_ranks
+from tests.device.ranks import DEADLINE_S, all_good, run_ranks
 from workers.health.vitals import Vitals
 from workers.reduction.reducers import Reduced
 from workers.session import Step
@@ -117,6 +117,30 @@ def test_nccls_own_notice_of_a_lost_peer_ends_the_wait():
     for group in groups:
         group.abandon()
     device.release()
+
+
+@pytest.mark.parametrize("is_of_part", [False, True])
+def test_nccls_own_notice_of_a_lost_peer_ends_the_read_of_a_result(is_of_part):
+    all_there, groups = threading.Barrier(3), []
+
+    def body(rank, meeting):
+        group = meeting.group(rank, 3)
+        part = group.part("part", range(3), DEADLINE_S, is_apart=True) if is_of_part else group
+        groups.append(group)
+        value = torch.ones(4).to(torch.device("sim", rank))
+        all_there.wait(60)
+        if rank == 1:
+            raise RuntimeError("gone")
+        group.all_reduce(value).wait()
+        part.all_reduce(value).wait()
+        threading.Timer(0.1, part.backend.lose_peer, (1,)).start()
+        return group.read(value)
+
+    found = run_ranks(3, body)
+    assert [type(f) for f in found] == [PeerLost, RuntimeError, PeerLost]
+    assert "ncclRemoteError" in str(found[0])
+    for group in groups:
+        group.abandon()
 
 
 def test_no_wait_outlives_a_group_that_is_given_up():

@@ -63,11 +63,12 @@ class NcclGroup(Group):
     def device_waits_in(self) -> What | None:
         self.check()
         self._end_settled()
+        parts = [p for p in self._parts if isinstance(p, NcclGroup)]
+        found = [part.device_waits_in() for part in parts]  # each may be the first to notice a loss
         if self._pending:
             oldest = self._pending[0]
             has_begun = oldest.begins is not None and oldest.begins.query()
             return oldest.what if has_begun else None
-        found = (p.device_waits_in() for p in self._parts if isinstance(p, NcclGroup))
         return next(filter(None, found), None)
 
     def _end_settled(self) -> None:

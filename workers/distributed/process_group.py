@@ -160,7 +160,7 @@ class Group(CollectiveGroup):
     def read(self, result: Tensor) -> Tensor:
         """In host memory, what comes of the group's data: nothing else may look at it there. Raises
         PeerLost: an aborted collective leaves garbage and no error."""
-        found = result if result.device.type == "cpu" else to_host(result, self.check)
+        found = result if result.device.type == "cpu" else to_host(result, self.device_waits_in)
         self.check()
         return found
 
