@@ -24,6 +24,7 @@ from workers.data.placement import to_device
 from workers.data.step_batches import StepBatches
 from workers.distributed.device_wait import mark, wait_for
 from workers.distributed.exchange import gather_json
+from workers.health.device_time import device_time_of
 from workers.measure import measure
 from workers.membership.events import Loop
 from workers.membership.member import Member
@@ -247,7 +248,7 @@ class Step:
         self._carried = dict(self._session._logged)  # logged since the step before
         self._began = time.perf_counter()
         self._vitals = self._member.vitals
-        self._vitals.begin_step()
+        self._vitals.begin_step(device_time_of(self._member.device))
         self._member.compilation.hear()
         return self
 
@@ -396,14 +397,13 @@ class Step:
     def _finish(self, reducer: Reducer) -> Reduced:
         """The sums, once this rank has computed its part and the others theirs: on a device the
         host is ahead of both, and waits. Raises PeerLost."""
-        device, group = self._member.device, self._member.group
-        computed = mark(device)
-        if computed is None:
+        time, group = self._vitals.device_time, self._member.group
+        if time is None:
             self._end_passes()
             return reducer.finish()
         assert group is not None
-        reduced = reducer.finish()
-        summed = mark(device)
+        computed, reduced = time.end(), reducer.finish()
+        summed = mark(self._member.device)
         wait_for(computed, lambda: self._vitals.device_waits(group.device_waits_in()))
         self._end_passes()
         if summed is not None:

@@ -11,6 +11,7 @@ import torch
 from elastic.protocol.errors import PeerLost
 from tests.device import device
 from tests.device.ranks import DEADLINE_S, all_good, run_ranks
+from workers.health.device_time import device_time_of
 from workers.health.vitals import Vitals
 from workers.reduction.reducers import Reduced
 from workers.session import Step
@@ -43,7 +44,8 @@ def finish(rank, meeting, *, in_passes=False, vitals=None, on_group=lambda group
         _member=SimpleNamespace(device=where, group=group, load=1.0), _vitals=vitals, _ids=range(1)
     )
     step._end_passes = functools.partial(Step._end_passes, step)
-    vitals.begin_step()
+    group.waiting_for = vitals.waiting_for
+    vitals.begin_step(device_time_of(where))
     vitals.enter("compute")
     return Step._finish(step, Sums(group, where, in_passes=in_passes))
 

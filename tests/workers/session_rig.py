@@ -185,7 +185,7 @@ class Rig:
         """Be a rank of `group` from now on, in this thread."""
         where.use(self.device)
         assert self.session.step == 0  # waits for the first generation
-        self.member.own.group = group
+        self.member.own.group, group.waiting_for = group, self.member.vitals.waiting_for
         self.sit(group.rank(), group.size())
 
     def sit(self, rank, world_size=1):

@@ -45,7 +45,8 @@ class NcclGroup(Group):
     def finish(self, pending: Pending) -> None:
         self.check()
         try:
-            cast(Any, pending.work).block_current_stream()  # `wait` would block the host
+            with self.waiting_for("stream"):
+                cast(Any, pending.work).block_current_stream()  # `wait` would block the host
         except RuntimeError as error:
             raise self.failure_of(error) from error
         self.check()

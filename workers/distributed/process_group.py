@@ -75,7 +75,7 @@ class Group(CollectiveGroup):
         self.on_stuck: Callable[[str], None] = lambda why: None
         """Told, in a thread of its own, that the device does not let go of the group."""
         self.waiting_for: Aside = lambda phase: nullcontext()
-        """Entered where a wait blocks the host: for its own device ("compute"), or for peers."""
+        """Entered in waits: the host's for its device ("compute") or peers ("gather"); "stream"."""
         self._num_launched: Counter[str] = Counter()
         self._pending: deque[Pending] = deque()
         self._parts: list[Abandonable] = []

@@ -10,10 +10,14 @@ import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from mmap import mmap
+from typing import TYPE_CHECKING
 
 from workers.health.anatomy import Anatomy
+
+if TYPE_CHECKING:  # the pulse imports no torch
+    from workers.health.device_time import DeviceTime
 
 PHASES = (
     "starting",
@@ -44,6 +48,8 @@ NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 WAITING = ("reduce", "vote", "form", "gather", "exchange")
 OWN = ("data", "compute")
 """A rank's own part of a step, in which it is as fast as its machine."""
+IDLE = ("feed", "compile")
+"""In which the host has nothing for its device, in the middle of the passes."""
 FORMING = ("form", "restore", "exchange")
 UNUSUAL = ("starting", "pool", "feed", "save", "user", "compile", *FORMING)
 """Phases without a usual time."""
@@ -114,6 +120,11 @@ class OwnPart:
     def begin_step(self) -> None:
         self._now = None if self._now is None else (0.0, 0.0)
 
+    def measure(self, own_s: float) -> None:
+        """The device's own time of this step's passes, which the host was ahead of."""
+        if self._now is not None:
+            self._now = own_s, min(self._now[1], own_s)
+
     def end_step(self, num_microbatches: float) -> None:
         if self._now is not None:
             self._count(self._now[0] / num_microbatches, self._now[1] / num_microbatches)
@@ -144,6 +155,8 @@ class Vitals:
         self._p95, self._num_seen = -1.0, 0
         self._collective = (0, 0, 0, b"")
         self.own = OwnPart()
+        self.device_time: DeviceTime | None = None
+        """Of the step at hand; None: the host does everything itself."""
         self.generation, self.step = 0, 0
         self.anatomy = Anatomy(clock)
         self._write()
@@ -158,18 +171,22 @@ class Vitals:
         if phase != "pool":  # what is given up tells nothing of how long it takes
             self._seen[self._phase].add(now - self._since)
         self.own.spend(self.phase, now - self._since)
+        self._pause_device(phase)
         self._phase, self._since = NUMBERS[phase], now
         self.anatomy.enter(phase, now)
         self._write()
 
-    def begin_step(self) -> None:
-        """An attempt at a step."""
+    def begin_step(self, device_time: "DeviceTime | None" = None) -> None:
+        """An attempt at a step. device_time: see above."""
         self.own.begin_step()
+        self.device_time = device_time
         self.anatomy.begin(self.generation, self._clock())
 
     def end_step(self, num_microbatches: float) -> None:
         """This rank has done its own part, and goes on to what all do together. num_microbatches:
-        so many whole ones took as long, 0 if it had no part."""
+        so many whole ones took as long, 0 if it had no part. Its device has come to the end."""
+        if self.device_time is not None:
+            self.own.measure(self.device_time.seconds)
         self.own.end_step(num_microbatches or 1)
 
     def tell_own(self, own_s: float, data_s: float) -> None:
@@ -199,14 +216,31 @@ class Vitals:
     @contextmanager
     def waiting_for(self, phase: str) -> Iterator[None]:
         """Within, in the passes of a step: the host waits for its own device ("compute"), whose
-        seconds are this rank's own, or for peers ("gather")."""
+        seconds are this rank's own, or for peers ("gather"); or a stream does alone ("stream")."""
         if self.phase not in ("compute", "gather"):
             yield
             return
-        began = self._clock()
-        with self.aside(phase):
-            yield
-        self.own.spend(phase, self._clock() - began)
+        with self._device_waits_for(phase):
+            if phase == "stream":
+                yield
+                return
+            began = self._clock()
+            with self.aside(phase):
+                yield
+            self.own.spend(phase, self._clock() - began)
+
+    def _device_waits_for(self, phase: str) -> AbstractContextManager[None]:
+        if self.device_time is None or phase == "compute":
+            return nullcontext()
+        return self.device_time.waiting(is_host=phase == "gather")
+
+    def _pause_device(self, phase: str) -> None:
+        """phase: that the host goes on to."""
+        if self.device_time is not None:
+            if phase in IDLE:
+                self.device_time.pause()
+            elif self.phase in IDLE:
+                self.device_time.resume()
 
     def gathering(self) -> AbstractContextManager[None]:
         """Within: waiting for peers."""
@@ -216,6 +250,7 @@ class Vitals:
     def aside(self, name: str) -> Iterator[None]:
         """Within: another phase in the middle of this one, whose time stands still."""
         phase, before, began = self._phase, self._since, self._clock()
+        self._pause_device(name)
         self._phase, self._since = NUMBERS[name], began
         self.anatomy.enter(name, began)
         self._write()
@@ -223,6 +258,7 @@ class Vitals:
             yield
         finally:
             now = self._clock()
+            self._pause_device(PHASES[phase])
             self._seen[self._phase].add(now - began)
             self._phase, self._since = phase, before + now - began
             self.anatomy.enter(PHASES[phase], now)

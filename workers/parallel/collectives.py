@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.errors import PeerLost
+from workers.distributed.pending import Aside
 from workers.reduction.tree import Group, Pending
 
 
 class DecidingGroup(Group, Protocol):
     """One with a group to decide over (workers/distributed/process_group.py)."""
+
+    waiting_for: Aside
 
     @property
     def control(self) -> "DecidingGroup": ...
@@ -52,6 +55,10 @@ class Collectives:
         received = torch.empty_like(tensor)
         self._wait(lambda: self._group.all_to_all_flat(received, tensor))
         return received
+
+    def stream_waits(self) -> AbstractContextManager[None]:
+        """Within: a stream waits for what has been sent, and the host does not."""
+        return self._group.waiting_for("stream")
 
     def _note(self, name: str) -> None:
         self._order = crc32(name.encode(), self._order)

@@ -12,6 +12,7 @@ import torch
 
 from tests.gpu.experiment import Table, main, median
 from tests.gpu.groups import HAS_GPU, Member, on_gpus, spin, synchronize
+from workers.health.device_time import device_time_of
 from workers.health.vitals import Vitals
 from workers.reduction.reducers import Reduced
 from workers.session import Step
@@ -54,7 +55,7 @@ def one_step(member: Member, group: Any, vitals: Vitals, seconds: float) -> floa
     step: Any = SimpleNamespace(_member=inner, _vitals=vitals)
     step._end_passes = lambda: Step._end_passes(step)
     vitals.enter("compute")
-    vitals.begin_step()
+    vitals.begin_step(device_time_of(member.device))
     passes = Passes(member, group, seconds)
     passes.run()
     Step._finish(step, passes)

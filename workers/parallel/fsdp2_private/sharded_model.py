@@ -27,6 +27,7 @@ from workers.distributed.process_group import Alone, Group
 from workers.parallel.collectives import Collectives
 from workers.parallel.fsdp2_private.hooks import ParameterGather
 from workers.parallel.fsdp2_private.parameters import ParameterGroup, ShardedParameter
+from workers.parallel.fsdp2_private.stream_waits import tell_waits
 from workers.step.precision import keeps_precision
 from workers.tensors.strides import is_channels_last
 from workers.torch_private.version import check_version
@@ -114,6 +115,9 @@ class ShardedModel:
         gather = ParameterGather(collectives)
         for module in self.modules():
             module.set_custom_all_gather(gather)
+        if self.device.type != "cpu":
+            for group in self._groups:
+                tell_waits(group, collectives.stream_waits)
 
     def reset(self) -> None:
         """After an exception in a forward or backward: as if it had not begun."""
