@@ -35,7 +35,7 @@ def mark(device: torch.device) -> torch.Event | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
 
-def to_host(tensor: Tensor, check: Callable[[], None]) -> Tensor:
+def to_host(tensor: Tensor, check: Callable[[], object]) -> Tensor:
     """In pinned memory, once the current stream has come to here. check: see `wait_for`."""
     found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     found.copy_(tensor, non_blocking=True)
