@@ -33,7 +33,6 @@ from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.record.progress import Progress
 from elastic.on_ray.slots import (
-    STATES,
     Slot,
     end_process,
     note_place,
@@ -433,7 +432,8 @@ class RayCluster:
                 self.host.publisher.hear(report)
             case _:
                 pass
-        record.state = STATES.get(type(report), record.state)
+        record.hear(report)
+        self._diagnosis.hear_report(worker, report)
         self.say(event_of(worker, report, self.now()))
 
     def _on_return(self, worker: int, record: Slot, said: r.Introduction) -> None:

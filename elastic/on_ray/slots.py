@@ -72,6 +72,9 @@ class Slot:
     last_cause: str = ""
     """...and what its loss is by that, if not that of a process that died."""
 
+    def hear(self, report: r.Report) -> None:
+        self.state = STATES.get(type(report), self.state)
+
     def accuse(self, cause: str, why: str) -> None:
         """It will be ended. Should it die before, it is lost by this, unless it has said why."""
         if not self.last_words:

@@ -60,6 +60,14 @@ class OutOfDeviceMemory(PeerLost):
     """The backend got no memory of its device for a collective: fewer members may need more."""
 
 
+class NoAnswer(PeerLost):
+    """The backend got no answer from a host, however often it has sent."""
+
+    def __init__(self, text: str, host: str) -> None:
+        super().__init__(text)
+        self.host = host
+
+
 class GivenUp(PeerLost):
     """The loop ends the generation of its own accord: no loss is waited for that explains it."""
 

@@ -21,6 +21,7 @@ from elastic.protocol.messages.pulse import (
     Reached,
     Stacks,
 )
+from elastic.protocol.messages.to_controller import CollectiveFailed as FailureReport
 from elastic.protocol.messages.to_controller import Diverged
 from elastic.protocol.timeouts import MAX_DETECT_S, MIN_DETECT_S, timeouts_of
 from tests.control import virtual_time
@@ -50,6 +51,7 @@ class Cluster:
             for b in beats
         }
         self.reached, self.time = reached or {}, 20.0
+        self.recorded_step = 9
         self.answering, self.deaf = answering, deaf
         self.links = self.host = self.record = self
         self.diagnosis = Diagnosis(self)  # pyright: ignore[reportArgumentType]
@@ -331,6 +333,33 @@ def test_a_failure_that_nobodys_loss_explains_may_be_a_cut_paths():
     one_lost.diagnosis.expect_answers(Membership(4, (1, 2)))
     one_lost.time = 21.5
     assert one_lost.look() == []
+
+
+def given_up(cluster: Cluster, generation: int, said: dict[int, str], at: float) -> list:
+    """A generation of three, at that time; said: by worker, the host that NCCL got no answer from.
+    Who is lost once all have dialled."""
+    cluster.diagnosis.expect_answers(Membership(generation, (1, 2, 3)))
+    cluster.time = at
+    for worker, slot in cluster.workers.items():
+        beat = replace(HUNG, worker=worker, generation=generation, phase_s=0.1)
+        slot.watch = Watch(beat, at)
+        if worker in said:
+            failed = FailureReport(generation, 0, "", False, unanswered=said[worker])
+            cluster.diagnosis.hear_report(worker, failed)
+    cluster.happened = []
+    return [what[:2] for what in cluster.look() if isinstance(what, tuple)]
+
+
+def test_a_host_that_nccl_gets_no_answer_from_twice_at_one_step_is_left_out_though_dials_reach_it():
+    beats = [replace(HUNG, worker=w, phase_s=0.1) for w in (1, 2, 3)]
+    everywhere = {w: ["h1", "h2", "h3"] for w in (1, 2, 3)}
+    cluster = Cluster(*beats, answering=(1, 2, 3), reached=everywhere)
+    assert given_up(cluster, 4, {1: "h2", 3: "h2"}, 30.0) == [], "it may have been a moment"
+    cluster.recorded_step = 10
+    assert given_up(cluster, 5, {1: "h2"}, 40.0) == [], "a step was committed in between"
+    assert given_up(cluster, 6, {3: "h1"}, 50.0) == [], "another path"
+    assert given_up(cluster, 7, {1: "h2"}, 60.0) == []
+    assert given_up(cluster, 8, {2: "h1", 3: "h2"}, 70.0) == [(2, "unreachable")]
 
 
 def test_who_is_silent_and_whose_process_has_gone_is_lost_at_once():

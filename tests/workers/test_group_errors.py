@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from elastic.protocol.errors import CollectiveRefused, OutOfDeviceMemory, PeerLost
+from elastic.protocol.errors import CollectiveRefused, NoAnswer, OutOfDeviceMemory, PeerLost
 from tests.workers.ranks import Ranks, run_ranks
 from workers.distributed.nccl import kind_of
 from workers.distributed.pending import failure_of
+from workers.membership.events import PeersLost
 
 CUDA_CALL = "NCCL error in: x.cpp:80\nncclUnhandledCudaError: Call to CUDA function failed.\nLast "
 
@@ -28,6 +29,32 @@ CUDA_CALL = "NCCL error in: x.cpp:80\nncclUnhandledCudaError: Call to CUDA funct
 )
 def test_a_failure_is_of_the_connections_unless_it_names_a_wrong_call(said: str, kind: type):
     assert type(kind_of(failure_of(RuntimeError(said)))) is kind
+
+
+@pytest.mark.parametrize(
+    ("last_words", "host"),
+    [
+        (
+            "NET/IB : Got completion from peer 10.2.0.5<33092> with error 12, opcode 0, len 0, "
+            "vendor err 129 (Recv)",
+            "10.2.0.5",
+        ),
+        (
+            "NET/IB: Got completion from peer fd00::5<33092> with status=12 opcode=129 len=0 "
+            "vendor err 129 (Recv) localGid ::ffff:10.6.0.35 remoteGids::ffff:10.5.0.34",
+            "fd00::5",
+        ),
+        ("NET/IB : Got completion from peer 10.5.0.34<33956> with error 5, opcode 0", ""),
+        ("socketProgress: Connection closed by remote peer host-b<41232>", ""),
+    ],
+)
+def test_a_host_that_the_card_sends_to_in_vain_is_named_and_one_that_hangs_up_is_not(
+    last_words: str, host: str
+):
+    said = f"NCCL error: remote process exited\nncclRemoteError: A call\nLast error:\n{last_words}"
+    lost = kind_of(PeerLost(said))
+    assert (lost.host if isinstance(lost, NoAnswer) else "") == host
+    assert PeersLost.of(lost).unanswered == host
 
 
 def test_an_error_of_this_device_is_none_of_the_group():

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from elastic.protocol.errors import CollectiveRefused, OutOfDeviceMemory, PeerLost
+from elastic.protocol.errors import CollectiveRefused, NoAnswer, OutOfDeviceMemory, PeerLost
 from tests.workers.session_rig import Rig, Tiny, abort
 from workers.health import gpu
 from workers.parallel import over_shards
@@ -89,6 +89,17 @@ def test_a_lost_peer_in_its_own_collective_is_told_and_cancels_the_step(rig, kin
     assert said["is_refused"] == (kind is CollectiveRefused)
     assert rig.step().committed
     assert weights_sha256(rig.train_state.model) == calm_hash(2)
+
+
+def test_the_host_that_a_backend_got_no_answer_from_is_told(rig):
+    def trouble():
+        go_on(rig)
+        raise NoAnswer("NET/IB: Got completion from peer 10.2.0.5<33092>", "10.2.0.5")
+
+    rig.workload.trouble = trouble
+    assert not rig.step().committed
+    ((said, _),) = rig.link.of("collective_failed")
+    assert (said["generation"], said["unanswered"]) == (1, "10.2.0.5")
 
 
 def test_a_step_without_memory_among_fewer_members_waits_for_more_of_them(rig):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  (no __all__)
 
-from elastic.protocol.errors import CollectiveRefused, OutOfDeviceMemory, PeerLost
+from elastic.protocol.errors import CollectiveRefused, NoAnswer, OutOfDeviceMemory, PeerLost
 from workers.distributed.group_spec import GroupSpec
 from workers.distributed.pending import Pending, Waitable, What, failure_of
 from workers.distributed.process_group import Group
@@ -25,6 +25,11 @@ REFUSALS = ("ncclInvalidArgument", "ncclInvalidUsage")
 """NCCL's words for a wrong call: the same members would meet it again."""
 WITHOUT_MEMORY = re.compile(r"^(Cuda failure .*out of memory|Failed to CUDA [cm]alloc).*", re.M)
 """Its last words after ncclUnhandledCudaError, where an allocation was the call that failed."""
+UNANSWERED = re.compile(
+    r"^NET/IB ?: Got (?:async )?completion from peer (\S+)<\d+> with (?:status=|error )12\b", re.M
+)
+"""Its last words after ncclRemoteError, where the network card has sent in vain
+(IBV_WC_RETRY_EXC_ERR). A peer that is gone, or has aborted, leads to others."""
 LOOK_S = 0.002
 """Between two looks at whether a group that forms has been given up."""
 FREE_BYTES = 1 << 30
@@ -143,6 +148,8 @@ def kind_of(lost: PeerLost) -> PeerLost:
         return CollectiveRefused(text)
     if found := WITHOUT_MEMORY.search(text):
         return OutOfDeviceMemory(f"NCCL got no memory of the GPU: {found[0]}")
+    if found := UNANSWERED.search(text):
+        return NoAnswer(text, found[1])
     return lost
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from elastic.protocol.errors import CollectiveRefused, DoesNotFit, GivenUp, PeerLost
+from elastic.protocol.errors import (
+    CollectiveRefused,
+    DoesNotFit,
+    GivenUp,
+    NoAnswer,
+    PeerLost,
+)
+from elastic.protocol.messages.to_controller import CollectiveFailed
 from elastic.protocol.messages.to_worker import Command
 
 
@@ -81,6 +88,8 @@ class PeersLost:
     """The loop ends the generation of its own accord."""
     too_few: int = 0
     """So many members have no memory for a step, which more had; 0: that is not why."""
+    unanswered: str = ""
+    """The host that the backend got no answer from; "": that is not why."""
 
     @classmethod
     def of(cls, error: PeerLost) -> "PeersLost":
@@ -89,6 +98,18 @@ class PeersLost:
             is_refused=isinstance(error, CollectiveRefused),
             is_explained=isinstance(error, GivenUp),
             too_few=error.num_members if isinstance(error, DoesNotFit) else 0,
+            unanswered=error.host if isinstance(error, NoAnswer) else "",
+        )
+
+    def report(self, generation: int, rank: int) -> CollectiveFailed:
+        return CollectiveFailed(
+            generation=generation,
+            rank=rank,
+            message=self.why,
+            is_refused=self.is_refused,
+            is_explained=self.is_explained,
+            too_few=self.too_few,
+            unanswered=self.unanswered,
         )
 
 

@@ -323,9 +323,7 @@ def lose_peers(state: State, event: e.PeersLost) -> Outcome:
         state = replace(state, phase=Broken())
     if is_known:
         return Outcome(state)
-    failed = r.CollectiveFailed(
-        seat.generation, seat.rank, event.why, event.is_refused, event.is_explained, event.too_few
-    )
+    failed = event.report(seat.generation, seat.rank)
     return Outcome(state, (a.Abandon(seat.generation), a.Say(failed)))
 
 

@@ -5,7 +5,6 @@ elastic/control's.
 """
 
 import asyncio
-import ipaddress
 import logging
 import time
 from collections.abc import Iterable
@@ -31,9 +30,11 @@ from elastic.control.detection.patience import Costly, PhaseOfStep, forget, lost
 from elastic.control.events import CollectiveFailed
 from elastic.on_ray.cluster_view import ClusterView
 from elastic.on_ray.detection.broken_links import is_refused
+from elastic.on_ray.detection.unexplained import Unexplained, plain_host
 from elastic.protocol.membership import Membership, worker_name
 from elastic.protocol.messages.pulse import Question, ReachAsked, Reached, Stacks, StacksAsked
-from elastic.protocol.messages.to_controller import Diverged
+from elastic.protocol.messages.to_controller import CollectiveFailed as FailureReport
+from elastic.protocol.messages.to_controller import Diverged, Report
 from elastic.protocol.timeouts import timeouts_of
 
 log = logging.getLogger(__name__)
@@ -64,8 +65,7 @@ class Diagnosis:
         """The newest generation that was given up because all of it waits."""
         self._asked: dict[int, float] = {}
         self._cut: Cut | None = None
-        self._unexplained: tuple[Membership, float] | None = None
-        """A membership that was given up, and when."""
+        self._unexplained = Unexplained()
         self._dials_at = 0.0
         """The earliest time for the next dial."""
         self._dialled: set[int] = set()
@@ -170,10 +170,9 @@ class Diagnosis:
         hosts = self._hosts(watches)
         for generation, ends in disputed(watches.values(), hosts, now, detect_s).items():
             return {n: w for n, w in watches.items() if w.heartbeat.generation == generation}, ends
-        membership, at = self._unexplained or (None, now)
-        if membership is None or now - at < detect_s / UNEXPLAINED:
+        membership = self._unexplained.take(now, detect_s / UNEXPLAINED)
+        if membership is None:
             return {}, set()
-        self._unexplained = None
         members = {w: watches[w] for w in membership.workers if w in watches}
         ends = {hosts[w] for w in members}
         is_explained = len(members) < membership.world_size  # one of them is lost
@@ -212,10 +211,15 @@ class Diagnosis:
     def expect_answers(self, membership: Membership) -> None:
         """Its members have just been asked to give their generation up."""
         now = self._cluster.now()
-        self._asked, self._unexplained = dict.fromkeys(membership.workers, now), (membership, now)
+        self._asked = dict.fromkeys(membership.workers, now)
+        self._unexplained.begin(membership, now)
 
     def hear_answer(self, worker: int) -> None:
         self._asked.pop(worker, None)
+
+    def hear_report(self, worker: int, report: Report) -> None:
+        if isinstance(report, FailureReport) and report.unanswered:
+            self._unexplained.hear_unanswered(worker, report.generation, report.unanswered)
 
     def hear_diverged(self, report: Diverged) -> None:
         """All members have found out together, and the first to say so is believed."""
@@ -245,6 +249,8 @@ class Diagnosis:
     async def _conclude_dispute(self, members: dict[int, Watch], ends: set[str]) -> None:
         """Everybody dials the hosts at the ends; who is cut off is lost."""
         cluster, hosts = self._cluster, self._hosts(members)
+        generation = max(watched.heartbeat.generation for watched in members.values())
+        again = self._unexplained.unanswered_again(generation, cluster.recorded_step, hosts)
         located = {hosts[w]: cluster.workers[w].peer_address for w in hosts if hosts[w] in ends}
         addresses = tuple((host, address) for host, address in located.items() if address)
         limit_s = timeouts_of(cluster.detect_s).diagnosis_s
@@ -254,7 +260,7 @@ class Diagnosis:
         finally:
             self._is_under_way = False
         hosts = self._hosts(members)  # without whom was lost meanwhile
-        unreached = {w: ends - found[w] for w in found if w in hosts}
+        unreached = {w: ends - found[w] | again.get(w, set()) for w in found if w in hosts}
         heard = {hosts[w] for w in unreached}  # else it is silent for us, too
         hosts = {w: host for w, host in hosts.items() if host in heard}
         newcomers = {w for w in members if not members[w].heartbeat.own.steps}
@@ -341,13 +347,6 @@ class Diagnosis:
         else:
             why = "is silent"
         return f"its pulse {why}, last heard {now - newest.heard_at:.1f} s ago"
-
-
-def plain_host(address: str) -> str:
-    """In the one way to write it; a name stays one."""
-    with suppress(ValueError):
-        return str(ipaddress.ip_address(address))
-    return address
 
 
 def place_of_stacks(generation: int) -> str:

@@ -210,6 +210,8 @@ class CollectiveFailed:
     """The loop ends the generation of its own accord: no loss is to be waited for."""
     too_few: int = 0
     """So many members have no memory for a step, which more had; 0: that is not why."""
+    unanswered: str = ""
+    """The host that the backend got no answer from; "": that is not why."""
 
 
 @dataclass(frozen=True, slots=True)
