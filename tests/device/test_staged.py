@@ -15,6 +15,7 @@ from tests.device.test_waiting import Held, finish
 from tests.device.training import trained_on_device
 from tests.workers import sharded_rig as rig
 from workers.distributed.process_group import Alone
+from workers.parallel.pipeline.links import Links
 
 run_ranks = partial(run_ranks, is_staged=True)
 STEPS = 2
@@ -154,3 +155,25 @@ def test_a_kernel_that_never_ends_is_its_own_ranks_and_the_others_wait():
     told = {"in_passes": True, "on_group": on_group}
     all_good(run_ranks(3, lambda r, m: finish(r, m, vitals=held.vitals[r], **told).gradients))
     held.check()
+
+
+def test_what_a_stage_sends_comes_by_the_group_of_the_device():
+    """Tags tell messages apart in it; the group that decides has no way to a device's memory."""
+
+    def body(rank, meeting):
+        group, here = meeting.group(rank, 2), torch.device("sim", rank)
+        links, numbers = Links(group), torch.tensor([rank])
+        if rank == 0:
+            links.post(torch.arange(3.0, device=here), 1, "activation", 4)
+            links.post(torch.arange(3.0, device=here) + 1, 1, "gradient", 5)
+            links.post(numbers, 1, "batch", 6)
+            for work in links.posted():
+                work.wait()
+            return []
+        gradient, activation = (torch.empty(3, device=here) for _ in range(2))
+        for tensor, kind, tag in ((numbers, "batch", 6), (gradient, "gradient", 5)):
+            links.receive(tensor, 0, kind, tag).wait()
+        links.receive(activation, 0, "activation", 4).wait()
+        return [*group.read(activation).tolist(), *group.read(gradient).tolist(), int(numbers)]
+
+    assert all_good(run_ranks(2, body)) == [[], [0.0, 1.0, 2.0, 1.0, 2.0, 3.0, 0]]

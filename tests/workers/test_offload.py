@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.workers import where
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import build, enter, sha256, train
 from workers.distributed.process_group import Alone
@@ -27,8 +28,11 @@ def test_offloaded_shards_have_the_bits_of_one_rank_and_live_on_the_host():
                 found[parallel, world_size] = (sha256(strategy), places)
         return found
 
-    strategy = build("ddp")
-    train(strategy, Alone(), "ddp", 2)
+    # A GPU's optimizer has other kernels than the host's.
+    kind, is_off = ("fsdp", True) if where.HERE.type == "cuda" else ("ddp", False)
+    strategy = build(kind, offload=is_off)
+    enter(strategy, Alone(), 0)
+    train(strategy, Alone(), kind, 2)
     expected = (sha256(strategy), {torch.device("cpu").type})
     for rank, found in enumerate(run_ranks(2, body)):
         assert found == {kind: expected for kind in KINDS if kind[1] > rank}

@@ -8,7 +8,7 @@ formula on a device (workers/reduction/norm.py). tests/device compares with the 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -104,6 +104,11 @@ def leave() -> None:
         device.release()
         device.check()
     go_to("cpu")
+
+
+def at(place: torch.device) -> AbstractContextManager[None]:
+    """Within: HERE is that: the CPU, or what it is anyway."""
+    return on_cpu() if place.type == "cpu" else nullcontext()
 
 
 def store_of_parts() -> Any:

@@ -4,6 +4,7 @@ The worker's side is loader.py, the messages are loader_frames.py.
 """
 
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -34,6 +35,7 @@ def run(connection: socket.socket, workload: Any, plan: frames.Plan, parent: int
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
+    gc.freeze()  # garbage of the worker's: to end a group of it, or a device's event, fails here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the run through the worker
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)

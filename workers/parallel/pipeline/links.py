@@ -69,7 +69,7 @@ class Links:
     def post(self, tensor: Tensor, rank: int, kind: Kind, tag: int, turn: int = 0) -> None:
         """tensor: contiguous, and not to be changed before it is sent, which `posted` tells."""
         if self._group.has_tags or kind == "batch":
-            work = self._group.control.post(tensor, rank, tag)
+            work = self._tagged(kind).post(tensor, rank, tag)
         else:
             pair, flat = self._pairs[Link(kind, self.rank, rank, turn)], tensor.view(-1)
             nothing, sizes = flat.new_empty(0), [0, flat.numel()]
@@ -79,13 +79,18 @@ class Links:
 
     def posted(self) -> list[Work]:
         """What was posted since this was last asked."""
-        works, self._posted = [*self._posted, self._group.control.posted()], []
+        works, self._posted = [*self._posted, self._group.posted()], []
+        if self._group.control is not self._group:
+            works.append(self._group.control.posted())
         return works
 
     def receive(self, tensor: Tensor, rank: int, kind: Kind, tag: int, turn: int = 0) -> TorchWork:
         """tensor: contiguous; it has what was sent once the work is done."""
         if self._group.has_tags or kind == "batch":
-            return self._group.control.recv([tensor], rank, tag)
+            return self._tagged(kind).recv([tensor], rank, tag)
         pair, flat = self._pairs[Link(kind, rank, self.rank, turn)], tensor.view(-1)
         nothing, sizes = flat.new_empty(0), [flat.numel(), 0]
         return TorchWork(pair.all_to_all_flat(flat, nothing, sizes, [0, 0]))
+
+    def _tagged(self, kind: Kind) -> AnyGroup:
+        return self._group.control if kind == "batch" else self._group
