@@ -97,7 +97,7 @@ class Absent(Tensor):
         return self.__bool__()
 
     def item(self) -> "AbsentNumber":
-        return AbsentNumber()
+        return AbsentNumber({_watch.place})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,8 +129,13 @@ class AbsentNumber(float):
     """A value that is not here, as a number: it can be printed and logged, and prints as nan. No
     decision can be made of it."""
 
-    def __new__(cls) -> "AbsentNumber":
-        return super().__new__(cls, "nan")
+    places: frozenset[int]
+    """Where it was asked for, see `Watch.place`."""
+
+    def __new__(cls, places: Iterable[int] = ()) -> "AbsentNumber":
+        made = super().__new__(cls, "nan")
+        made.places = frozenset(places)
+        return made
 
     def _decide(self, *_: Any) -> NoReturn:
         refuse("asks for a value of a tensor that is on another stage")
@@ -139,11 +144,16 @@ class AbsentNumber(float):
     __eq__ = __ne__ = __bool__ = __int__ = __round__ = __trunc__ = _decide  # pyright: ignore
     __hash__ = float.__hash__
 
-    def _same(self, *_: Any) -> "AbsentNumber":
-        return self
+    def _with(self, *others: Any) -> "AbsentNumber":
+        """What is computed of it and others."""
+        if any(isinstance(other, Tensor) for other in others):
+            return NotImplemented
+        numbers = [other for other in others if isinstance(other, AbsentNumber)]
+        return AbsentNumber(self.places.union(*(number.places for number in numbers)))
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _same
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __abs__ = _same  # pyright: ignore
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _with
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _with
+    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _with  # pyright: ignore
 
 
 def absent(
@@ -196,6 +206,11 @@ def users_line() -> str:
 # --- who watches ------------------------------------------------------------------------------
 class Watch:
     """Told of what is done with absent tensors."""
+
+    @property
+    def place(self) -> int:
+        """The block that runs, or behind which code runs, where anybody counts them."""
+        return 0
 
     def on_write(self, real: list[Tensor]) -> None:
         """An absent value is written into these, which are not. They will not be written."""
@@ -289,6 +304,17 @@ class EmptyIsAbsent(TorchFunctionMode):
         if func in self._FACTORIES and type(result) is Tensor:
             return absent_like(result)
         return result
+
+
+class NumbersTaken(TorchFunctionMode):
+    """Refuses to compute with a number that was asked for in another place: a stage that has one
+    of them may not have the other, and the number would be nan there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_flatten((args, kwargs or {}))[0]:
+            if isinstance(value, AbsentNumber) and value.places != {_watch.place}:
+                refuse("asks for a value of a tensor that is on another stage")
+        return func(*args, **(kwargs or {}))
 
 
 # --- how an operation is done without values -----------------------------------------------------

@@ -19,6 +19,7 @@ from workers.parallel.pipeline.absent import (
     Absent,
     EmptyIsAbsent,
     NotHere,
+    NumbersTaken,
     Watch,
     absent_parameter,
     refuse_draw_by_values,
@@ -210,7 +211,7 @@ class Probe(Watch):
         for number, block in enumerate(self.blocks):
             restored.append(wrap_forward(block, self._seen(number, block.forward)))
         try:
-            with watched_by(self):
+            with watched_by(self), NumbersTaken():
                 yield
         finally:
             for restore in reversed(restored):
@@ -243,28 +244,28 @@ class Probe(Watch):
         """A block begins to run. taken: its flat arguments."""
 
     @property
-    def _place(self) -> int:
+    def place(self) -> int:
         """The block that runs, or behind which code runs."""
         if self._inside:
             return self._inside[-1]
         return self.calls[-1].block if self.calls else 0
 
     def on_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.costs[self._place] += cost_of(func, args, kwargs, result)
+        self.costs[self.place] += cost_of(func, args, kwargs, result)
         for value in tree_flatten((args, kwargs))[0]:
             name = value.name if isinstance(value, Absent) else ""
-            if name and self._place not in self._touched.setdefault(name, {}):
-                self._touched[name][self._place] = users_line()
+            if name and self.place not in self._touched.setdefault(name, {}):
+                self._touched[name][self.place] = users_line()
 
     def on_write(self, real: list[Tensor]) -> None:
         buffers = {id(b) for b in self.model.buffers()}
         if any(id(tensor) not in buffers for tensor in real):
             super().on_write(real)
         for tensor in real:
-            self._written.setdefault(id(tensor), self._place)
+            self._written.setdefault(id(tensor), self.place)
 
     def on_draw(self, func: Any, args: Any, kwargs: Any) -> None:
-        if self._place < len(self.names) - 1:  # no stage does again what the last block draws
+        if self.place < len(self.names) - 1:  # no stage does again what the last block draws
             refuse_draw_by_values(func, args, kwargs)
 
     # --- what it has seen ---------------------------------------------------------------------
@@ -327,23 +328,24 @@ class Probe(Watch):
         uses: dict[str, set[int]] = {name: set() for name in self._stands}
         for name, owners in self._owners.items():
             uses[name] |= owners
-        last, earlier = self.calls[-1], set[Node]()
+        last, earlier = self.calls[-1], dict[Node, str]()
         for number, call in enumerate(self.calls):
             before = self.calls[number - 1] if number else None
             stop = _nodes(before.returned_nodes) if before else set[Node]()
             place = before.block if before else call.block
             between = _reach(call.taken_nodes, stop, call.taken)
             self._note(uses, between.leaves, place, "")
-            earlier |= between.nodes
-            inside = _reach(call.returned_nodes, _nodes(call.taken_nodes), call.returned)
             name = self.names[call.block]
+            whose = f"{self.names[place]} has computed" if before else f"is computed before {name}"
+            earlier |= dict.fromkeys(between.nodes - earlier.keys(), whose)
+            inside = _reach(call.returned_nodes, _nodes(call.taken_nodes), call.returned)
             self._note(uses, inside.leaves, call.block, name)
-            self._refuse_skip(name, inside.nodes & earlier, "what it takes")
-            earlier |= inside.nodes
+            self._refuse_skip(name, inside.nodes, earlier, "what it takes")
+            earlier |= dict.fromkeys(inside.nodes, f"{name} has computed")
         behind = _reach([loss.grad_fn], _nodes(last.returned_nodes))
+        way = f"what {self.names[last.block]} returns"
+        self._refuse_skip("loss()", behind.nodes, earlier, way)
         self._note(uses, behind.leaves, last.block, "loss()")
-        name = self.names[last.block]
-        self._refuse_skip("loss()", behind.nodes & earlier, f"what {name} returns")
         for name, places in self._touched.items():
             if not uses[name]:  # frozen: autograd does not know of it
                 uses[name] |= places.keys()
@@ -370,11 +372,12 @@ class Probe(Watch):
             uses[name].add(place)
 
     @staticmethod
-    def _refuse_skip(who: str, shared: set[Node], way: str) -> None:
-        if shared:
+    def _refuse_skip(who: str, nodes: set[Node], earlier: dict[Node, str], way: str) -> None:
+        """earlier: by node what it is of, in the order in which it ran."""
+        if shared := [of for node, of in earlier.items() if node in nodes]:
             raise WrongInput(
-                f"{who} depends on what an earlier block has computed otherwise than by {way} (a "
-                "skip connection); return it from every block in between, or use parallel='fsdp'"
+                f"{who} depends on what {shared[-1]} otherwise than by {way} (a skip connection); "
+                "return it from every block in between, or use parallel='fsdp'"
             )
 
     def _names(self, leaves: set[int]) -> list[str]:

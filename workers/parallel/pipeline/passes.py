@@ -105,10 +105,12 @@ class StagePasses:
         return model.is_last
 
     def loss_of(self, returned: Any) -> Loss | None:
-        if not self.has_loss:
+        _, model = self._mine[self._at.turn]
+        if not model.is_last:
             return None
         total = returned[0] if isinstance(returned, tuple) and returned else returned
         if isinstance(total, Absent):
+            model.check_blocks()
             raise WrongInput(
                 "loss() depends on what another stage computes otherwise than by what the last "
                 "block takes; a penalty on weights belongs into the optimizer (weight_decay)"

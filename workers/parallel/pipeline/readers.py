@@ -55,6 +55,6 @@ class _Readers(Probe):
     def on_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         taken = tree_flatten((args, kwargs))[0]
         if any(id(value) in self._of_batch for value in taken):
-            self.readers.add(self._place)
+            self.readers.add(self.place)
             for tensor in (*tensors_in(result), *written_by(func, args, kwargs)):
                 self._of_batch[id(tensor)] = tensor

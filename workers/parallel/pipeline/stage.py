@@ -102,9 +102,13 @@ class StageModel:
             self._undo.append(wrap_forward(block, forward))
 
     def end(self) -> Crossing:
-        """Of the forward; the model is as before. Raises UserError if a local block did not run
-        once."""
+        """Of the forward; the model is as before. Raises as `check_blocks`."""
         self.give_up()
+        self.check_blocks()
+        return self._crossing
+
+    def check_blocks(self) -> None:
+        """Raises UserError if a local block did not run once in the forward."""
         if self._ran != list(self.blocks):
             odd = next((b for b in self.blocks if self._ran.count(b) != 1), self._ran[0])
             name, count = self._chain.names[odd], self._ran.count(odd)
@@ -113,7 +117,6 @@ class StageModel:
                 "pipeline was found on; let every micro-batch go through every block",
                 "",
             )
-        return self._crossing
 
     def give_up(self) -> None:
         """Where a forward has ended early, too."""
