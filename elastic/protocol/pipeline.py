@@ -109,6 +109,13 @@ class PipelinePlan:
         num_microbatches = sum(len(p.ids) for p in self.pipelines)
         return 1 - num_microbatches * sum(self.costs) / (self.num_active * self.time)
 
+    @property
+    def uneven_share(self) -> float:
+        """Of the time of the ranks that are active, what they would wait with any number of
+        micro-batches, as stages cost more or less."""
+        busy = sum(len(p.ids) * p.num_stages * p.largest for p in self.pipelines)
+        return 1 - sum(len(p.ids) for p in self.pipelines) * sum(self.costs) / busy
+
     def seat(self, position: int) -> Seat | None:
         """None: it is inactive."""
         for number, pipeline in enumerate(self.pipelines):
@@ -191,11 +198,13 @@ class PipelinePlan:
             )
         if self.idle_share > MOST_IDLE:
             slowest = max(self.pipelines, key=lambda p: p.time)
+            uneven = f"{self.uneven_share:.0%}"
+            why = "" if uneven == "0%" else f", {uneven} as some stages cost more than others"
             found.append(
                 f"pp:{wanted_depth}: {counted(slowest.depth, 'stage')}, "
                 f"{_listed([len(slowest.ids)], 'micro-batch', 'micro-batches')}: "
-                f"{self.idle_share:.0%} idle; give more micro-batches (a smaller micro_batch) or "
-                "fewer stages"
+                f"{self.idle_share:.0%} idle{why}; give more micro-batches (a smaller micro_batch) "
+                "or fewer stages"
             )
         return found
 

@@ -216,6 +216,16 @@ def test_16_stages_and_4_micro_batches_are_79_percent_idle():
     assert "16 stages, 4 micro-batches: 79% idle" in plan.warnings(16)[0]
 
 
+def test_a_warning_tells_what_more_micro_batches_cannot_change():
+    """Of two stages that cost 3 and 1, the second waits two thirds of the time."""
+    says = "2 stages, 4 micro-batches: 47% idle, 33% as some stages cost more than others; give"
+    assert says in plan_pipeline(2, 2, (3, 1), 4).warnings(2)[0]
+    assert plan_pipeline(2, 2, (3, 1), 4000).idle_share == pytest.approx(1 / 3, abs=1e-3)
+    for schedule in ("Interleaved1F1B", "ZBVZeroBubble"):
+        plan = plan_pipeline(2, 2, (3, 1, 3, 1), 4000, schedule)
+        assert plan.uneven_share == pytest.approx(plan.idle_share, abs=1e-3) == 1 / 3
+
+
 @pytest.mark.parametrize("costs", [(), (1, 0), (1, -1), (1, float("nan")), (float("inf"),)])
 def test_costs_that_are_none_are_refused(costs: tuple[float, ...]):
     with pytest.raises(ValueError, match="every block costs more than 0"):

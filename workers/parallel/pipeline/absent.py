@@ -312,7 +312,7 @@ class NumbersTaken(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_flatten((args, kwargs or {}))[0]:
-            if isinstance(value, AbsentNumber) and value.places != {_watch.place}:
+            if isinstance(value, AbsentNumber) and value.places != frozenset({_watch.place}):
                 refuse("asks for a value of a tensor that is on another stage")
         return func(*args, **(kwargs or {}))
 
