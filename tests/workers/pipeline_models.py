@@ -69,6 +69,12 @@ def sequence_of_linears() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def sequence_in_place() -> nn.Module:
+    """Of three dims, what a linear layer returns is a view."""
+    layers = [m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))]
+    return nn.Sequential(*layers)
+
+
 class Residual(nn.Module):
     """Code between blocks, parameters of the root before and behind them."""
 
@@ -457,6 +463,7 @@ HOST_ONLY = ("lstm", "gru", "rnn", "given state")
 """Recurrent layers are computed by other formulas on a device, or by kernels that it lacks."""
 CASES: dict[str, Case] = {
     "a sequence": Case(sequence_of_linears, vectors, square),
+    "a sequence in place": Case(sequence_in_place, sequences, square),
     "gates": Case(lambda: Residual(Gate), vectors, square),
     "in place": Case(lambda: Residual(InPlace), vectors, square),
     "dropout": Case(lambda: Residual(Dropping), vectors, square, is_random=True),

@@ -45,6 +45,7 @@ HERE = torch.ones(3, 4)
         lambda x: torch.nn.init.normal_(x) if x.isnan().any() else None,
         lambda x: torch.repeat_interleave(HERE[0], x[0].long()),
         lambda x: torch.masked_select(HERE, x > 0),
+        lambda x: nn.utils.rnn.pack_padded_sequence(x[None], torch.tensor([2]), batch_first=True),
         lambda x: __import__("pickle").dumps(x),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from elastic.protocol.errors import UserError, WrongInput
 from elastic.protocol.pipeline import Stages
@@ -258,6 +259,14 @@ class Writing(Residual):
         return result
 
 
+class Forgetting(Residual):
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
 class Leaking(nn.Module):
     """Its activation draws a random number for each negative value."""
 
@@ -300,6 +309,8 @@ class Leaks(Residual):
                    r"\(test_pipeline_chain.py:\d+: if x.max\(\) > 1:\)"),
         (Routing, r"loss\(\) calls index.Tensor on a tensor that is on another stage, the shape of "
                   r"whose result depends on its values \(test_pipeline_chain.py:\d+: x = x\["),
+        (Forgetting, r"blocks.0 is called by torch.utils.checkpoint, which would run it again .* "
+                     r"use activation_checkpointing=True"),
         (Writing, r"loss\(\) writes a tensor that is on another stage into one that is not "
                   r"\(test_pipeline_chain.py:\d+: result\[:2\] = self.first"),
     ],
@@ -333,6 +344,31 @@ def test_a_block_that_a_later_micro_batch_skips_is_told_by_name(blocks: range):
         square(model, torch.ones(rows, WIDTH))
         with pytest.raises(UserError, match=says) if rows == 3 else nullcontext():
             stage.end()
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x):
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[0, -1] = True
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_that_an_evaluation_would_send_is_told_with_what_to_do():
+    """torch makes one of a batch with padding, if nothing is to be trained."""
+    model, batch = Encoder(), torch.ones(2, 3, WIDTH)
+    stage = StageModel(model, probe(model, batch=batch), range(1))
+    model.eval()
+    stage.begin(lambda like: [], lambda sent: None)
+    says = r"encoder.layers.1 takes a nested tensor, .* enable_nested_tensor=False"
+    with torch.no_grad(), pytest.raises(UserError, match=says):
+        model(batch)
+    stage.give_up()
 
 
 class Silent:

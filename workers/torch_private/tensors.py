@@ -25,6 +25,11 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """What it is a view of."""
+    return tensor._base
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 

@@ -5,13 +5,14 @@ Blocks are the members of module lists and sequences, as for FSDP2, or what the 
 a stage does with a chain is stage.py's, how it is cut elastic/protocol/pipeline.py's.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from elastic.protocol.errors import WrongInput
@@ -30,7 +31,7 @@ from workers.parallel.pipeline.costs import cost_of
 from workers.parallel.pipeline.trees import tensors_in
 from workers.torch_private.dispatch import tree_flatten
 from workers.torch_private.modules import list_weights_anew, own_parameters
-from workers.torch_private.tensors import version_of
+from workers.torch_private.tensors import base_of, version_of
 from workers.train_state.blocks import blocks_of
 
 
@@ -235,13 +236,22 @@ class Probe(Watch):
             self._inside.pop()
             call.modified = [_version(t) != v for t, v in zip(flat, versions, strict=True)]
             call.returned = tensors_in(result)
-            call.returned_nodes = [t.grad_fn for t in call.returned]
+            call.returned_nodes = _nodes_of(call.returned, _nodes(nodes))
             return result
 
         return run
 
     def on_call(self, number: int, taken: list[Any]) -> None:
         """A block begins to run. taken: its flat arguments."""
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code is not find_chain.__code__:
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                raise WrongInput(
+                    f"{self.names[number]} is called by torch.utils.checkpoint, which would run it "
+                    "again without what its stage has received; call that inside of the block, or "
+                    "use activation_checkpointing=True"
+                )
+            frame = frame.f_back
 
     @property
     def place(self) -> int:
@@ -400,6 +410,15 @@ def _version(value: Any) -> int:
 
 def _nodes(nodes: Iterable[Node]) -> set[Node]:
     return {node for node in nodes if node is not None}
+
+
+def _nodes_of(tensors: Sequence[Tensor], stop: set[Node]) -> list[Node]:
+    """Of what a block returns: of a view also what it is a view of, if the block has made that: an
+    operation in place, behind the block, gives the view another node. stop: of what it took."""
+    nodes: list[Node] = [t.grad_fn for t in tensors]
+    inside = _reach(nodes, stop).nodes
+    bases = [base.grad_fn for t in tensors if (base := base_of(t)) is not None]
+    return nodes + [node for node in bases if node in inside]
 
 
 @dataclass(slots=True)

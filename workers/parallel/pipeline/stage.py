@@ -172,6 +172,12 @@ class StageModel:
             tensor = flat[argument.position]
             if not isinstance(tensor, Tensor) or isinstance(tensor, Absent):
                 raise self._other_arguments(self.blocks.stop, len(wanted), 0)
+            if tensor.is_nested:
+                raise UserError(
+                    f"{self._chain.names[self.blocks.stop]} takes a nested tensor, which no stage "
+                    "can send; give nn.TransformerEncoder enable_nested_tensor=False",
+                    "",
+                )
             sent.append(tensor)
             if argument.needs_gradient:
                 self._crossing.sent_with_gradient.append(tensor)
