@@ -11,6 +11,7 @@ ON_HOST = "memory of the host is what it is about"
 BACKEND = "of gloo itself; tests/device has the same of NCCL's manners"
 STAND_INS = "tensors that are not there, whose device is but a word"
 HOST_ONLY = {
+    "absent": STAND_INS,
     "admission": NO_TENSORS,
     "agreement": NO_TENSORS,
     "ahead_sources": "connections over which a test sends what it likes, into memory of the host",
