@@ -6,7 +6,7 @@ ones become the mean over all micro-batches, integer ones must agree: session an
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from hashlib import blake2b
 from typing import Any, cast
@@ -21,11 +21,12 @@ from workers.step.vote import Prepared, Vote
 from workers.tensors.local import flat_bytes, is_shard, local
 from workers.tensors.strides import laid_out
 from workers.torch_private.modules import BatchNorm, is_persistent, own_buffers
-from workers.torch_private.tensors import divide_all_, multiply_all_, version_of
+from workers.torch_private.tensors import copy_all_, divide_all_, multiply_all_, version_of
 from workers.train_state import serialization
 from workers.train_state.snapshot import Arena, HostMemory, Snapshot
 from workers.train_state.state_header import entry, names_in
 
+_WIDE = {False: torch.float64, True: torch.complex128}
 _NUM_COMPARED = 2  # micro-batches in which unchanged version counters are not believed
 
 
@@ -97,11 +98,6 @@ class _Buffer:
     def _is_grown_cache(self, held: Tensor) -> bool:
         """A table made anew for a longer input, as rotary embeddings do: not state."""
         return not is_persistent(self.module, self.key) and held.shape != self.live.shape
-
-    def restore(self) -> None:
-        self.live.copy_(self.committed)
-        own_buffers(self.module)[self.key] = self.live
-        self.version = version_of(self.live)
 
     def has_changed(self, compare: bool) -> bool:
         held = own_buffers(self.module).get(self.key)
@@ -204,8 +200,7 @@ class TrackedBuffers:
     @torch.no_grad()
     def begin_microbatch(self) -> None:
         """Put the tracked buffers back to their committed values."""
-        for buffer in self._tracked():
-            buffer.restore()
+        _restore(self._tracked())
 
     @torch.no_grad()
     def separate(self) -> None:
@@ -223,8 +218,9 @@ class TrackedBuffers:
             if not self._is_tracked[i] and buffer.has_changed(compare):
                 self._has_new_change[i] = True
         tracked = self._tracked()
-        self._integers.append({b.name: b.current.clone() for b in tracked if not b.is_floating})
-        return [_widened(b.current) for b in tracked if b.is_floating]
+        integers = {b.name: b.current for b in tracked if not b.is_floating}
+        self._integers.append(dict(zip(integers, _copied(integers.values()), strict=True)))
+        return _copied((b.current for b in tracked if b.is_floating), _WIDE)
 
     def join_integers(self, number: int, names: Container[str]) -> None:
         """The newest forward was a part of the micro-batch of this number in the step, with these
@@ -262,24 +258,22 @@ class TrackedBuffers:
                 buffer.committed.copy_(mean.view(buffer.live.shape))
             else:
                 buffer.committed.copy_(integers[buffer.name])
-            buffer.restore()
+        _restore(self._tracked())
         self._integers = []
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put all buffers back to their committed values, the untracked that changed included."""
-        for i, buffer in enumerate(self._buffers):
-            if self._is_tracked[i] or self._has_new_change[i]:
-                buffer.restore()
-            self._has_new_change[i] = False
+        flags = zip(self._buffers, self._is_tracked, self._has_new_change, strict=True)
+        _restore([buffer for buffer, *is_other in flags if any(is_other)])
+        self._has_new_change = [False] * len(self.names)
 
     @torch.no_grad()
     def restore_all(self) -> None:
         """After a pass that is no micro-batch of a step, or one that was cut off before anybody
         looked for changes: whatever it changed is put back."""
-        for i, buffer in enumerate(self._buffers):
-            buffer.restore()
-            self._has_new_change[i] = False
+        _restore(self._buffers)
+        self._has_new_change = [False] * len(self.names)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -289,15 +283,32 @@ class TrackedBuffers:
             if current is not buffer.live:
                 buffer.live.copy_(current)
             buffer.committed.copy_(buffer.live)
-            buffer.restore()
+        _restore(self._buffers)
 
     def _tracked(self) -> list[_Buffer]:
         flags = zip(self._buffers, self._is_tracked, strict=True)
         return [buffer for buffer, is_tracked in flags if is_tracked]
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+def _restore(buffers: Sequence[_Buffer]) -> None:
+    """Their committed values. A few kernels for all of them: each has a few numbers only."""
+    if buffers:
+        copy_all_([b.live for b in buffers], [b.committed for b in buffers])
+    for buffer in buffers:
+        own_buffers(buffer.module)[buffer.key] = buffer.live
+        buffer.version = version_of(buffer.live)
+
+
+def _copied(
+    tensors: Iterable[Tensor], wide: Mapping[bool, torch.dtype] | None = None
+) -> list[Tensor]:
+    """wide: the dtype of the copies of real tensors, and of complex ones; None: their own."""
+    plain = list(tensors)
+    dtypes = [t.dtype if wide is None else wide[t.is_complex()] for t in plain]
+    found = [torch.empty_like(t, dtype=dtype) for t, dtype in zip(plain, dtypes, strict=True)]
+    if found:
+        copy_all_(found, plain)
+    return found
 
 
 def _hash(value: Tensor) -> int:
